@@ -27,7 +27,7 @@ namespace {
 
 // ---- one work item --------------------------------------------------------------------------------------------------------------------
 
-constexpr int BLOCK = 48;         // rows whose scores are in the first-level cache together; a multiple of the register block and of ROWS
+constexpr int BLOCK = 48;         // rows with scores in the first-level cache at once; a multiple of the register block and of ROWS
 constexpr int ROWS = 4;           // rows of one softmax: their chains of dependent instructions overlap
 constexpr float UNSEEN = -1e30f;  // running maximum of a row that has seen nothing; finite, so that no difference is NaN
 

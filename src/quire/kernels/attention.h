@@ -66,7 +66,7 @@ QUIRE_STRUCT(Plan,
     (const float*, cos)                  // [positions, D/2], or null: no rotation
     (const float*, sin)
     (const int32_t*, positions)          // [R]
-    (const int32_t*, write_chunk)        // [R] chunk that takes the row's key and value
+    (const int32_t*, write_chunk)        // [R] chunk that the row's key and value are written to
     (const int32_t*, indices)            // chunk ids of all pieces
     (const Piece*, pieces)
     (const Merge*, merges)

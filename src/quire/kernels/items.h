@@ -84,7 +84,7 @@ inline void place_queries(const Plan& plan, const Piece& piece, int head, const 
 // The origin of a page: queries and keys are rotated by their distance from it.
 inline int origin_of(const Page& page) { return page.positions ? 0 : page.base; }
 
-// Hides the slots of a page that its mask hides, or that rows at, ..., at + count - 1 of the item do not see. Rows of scores are `ld` apart.
+// Hides the slots of a page that its mask hides, or that are invisible to rows at, ..., at + count - 1 of the item. Rows of scores are `ld` apart.
 // Slots with their own positions are earlier than all rows, so only the mask hides them.
 inline void hide_unseen(const Plan& plan, const Piece& piece, const Page& page, int at, int count, float* scores, int ld) {
     if (!page.positions && (plan.positions[piece.first_row] < page.base + P - 1 || plan.window))

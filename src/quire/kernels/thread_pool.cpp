@@ -203,7 +203,7 @@ void* thread_scratch(size_t bytes) {
 
 using namespace quire;
 
-// Number of threads that the calling thread's loops currently leave out.
+// Number of threads that the calling thread's loops currently do not use.
 QUIRE_API int quire_left_out() { return pool.setting == __atomic_load_n(&setting, __ATOMIC_ACQUIRE) ? pool.left_out : 0; }
 
 // parallel, count_threads: addresses of GOMP_parallel and omp_get_num_threads, or null for one thread.

@@ -169,8 +169,8 @@ def load_queries(
     head,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, SCALE: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """The queries of a piece, scaled, [ROWS, DP]; which rows of the tile it has, i1 [ROWS]; their positions, -1
-    elsewhere; and where they start in q, i64.
+    """Returns the scaled queries of a piece, [ROWS, DP]; which rows of the tile are in use, i1 [ROWS]; their positions,
+    -1 for unused rows; and their offsets in q, i64.
     """
     m = tl.arange(0, ROWS)
     valid = m < num_rows * G
@@ -193,8 +193,8 @@ def append_token(
     D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, ROTATE: tl.constexpr,
     KEEPS_ROTATED: tl.constexpr,  # whether pages hold rotated keys
 ):  # fmt: skip
-    """Stores a row's new key and value. Returns maximum, sum and weighted sum over this token; -inf and zeros if it is
-    not held.
+    """Stores a row's new key and value. Returns maximum, sum and weighted sum over this token; -inf and zeros if this
+    program does not read the row's own chunk.
     """
     TYPE: tl.constexpr = query.dtype
     d = tl.arange(0, DP)
@@ -280,14 +280,14 @@ def leave(
     out, first_row, num_rows,
     slot,               # first partial slot, or -1: writes the output
     parts, num_parts,   # entries of the block's parts; 0: not merged in this launch
-    top, total, acc,    # maximum f32 [ROWS], sum [ROWS] and weighted sum [ROWS, DP] over what the piece read
+    top, total, acc,    # maximum f32 [ROWS], sum [ROWS] and weighted sum [ROWS, DP] over the tokens of the piece
     partial_o, partial_lse, arrivals,
     row_lse,            # f32 [R, H, G], or None
     head,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Stores a piece's result: its rows of the output, and of `row_lse` if given; or partials. The last part of a block
-    to arrive also merges all parts and stores the block's output.
+    """Stores a piece's result: its rows of the output, and of `row_lse` if given; or partials. The last part
+    of a block to finish also merges all parts and stores the block's output.
     """
     m = tl.arange(0, ROWS)
     d = tl.arange(0, DP)

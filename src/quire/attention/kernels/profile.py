@@ -4,15 +4,16 @@ prompt's last rows to the tokens that a policy keeps.
     a_ij = mean of exp(s_ij - lse_i) over the query heads of a kv head
     sums_j += sum_i a_ij,      recovered = mean_i sum_j a_ij [j is kept]
 
-Peaks replace sums within a budget: the largest exp(s_ij - lse_i) of any row and query head for a column well before it.
+With a budget, peaks replace sums: for each token, the largest exp(s_ij - lse_i) of any query head and of any row that
+follows the token by enough tokens.
 
 Attention stores the lse of every row, so a probability needs only its score, which is computed again. A column here is
 a chunk of a path: one page of keys, rotated once for all rows that see it. One program owns a page of sums and adds its
 rows in order, so sums do not depend on the order in which programs run.
 
-If sealed chunks are encoded, rows before some position see a chunk as it was computed, in a dense page of its own or in
-a staged one. All others see it as stored; `encoded.turns_of` gives the positions of its slots. Here, queries and keys
-are both rotated by their positions.
+If sealed chunks are encoded, rows before some position read a chunk as it was computed, in a dense page of its own or
+in a staged one. Later rows read it as stored; `encoded.turns_of` gives the positions of its slots. Here, queries and
+keys are both rotated by their positions.
 
 Defined by attention/profile.py; tests/kernels/triton_interpreter and tests/gpu compare the two.
 """
@@ -27,13 +28,14 @@ from quire.attention.kernels.tiles import NUQ, decoded_keys, nuq_keys
 from quire.attention.kernels.write import dense_page
 
 COLUMN_INTS: tl.constexpr = tl.constexpr(8)
-"""Fields of a column: first query row that counts; rows; the chunk as computed, or ~ its number among staged chunks;
-the chunk as stored; row of the chunk table with its sums; position of its first slot; tokens by which a row must follow
-a slot for its peak, or -1 for sums; position from which on rows see it as stored."""
+"""Fields of a column: first query row that counts; number of rows; id of the chunk as computed, or ~i for staged chunk
+i; id of the chunk as stored; row of the chunk table with its sums; position of its first slot; number of tokens by
+which a row must follow a slot to count for its peak, or -1 for sums; first position whose row reads the chunk as
+stored."""
 
 KEPT_INTS: tl.constexpr = tl.constexpr(3)
-"""Fields of a chunk that kept rows see: the chunk as computed, or ~ its number among the kept keys; the chunk as
-stored; position from which on rows see it as stored."""
+"""Fields of a chunk that kept rows see: id of the chunk as computed, or ~i for page i of the kept keys; id of the chunk
+as stored; first position whose row reads the chunk as stored."""
 
 NO_CODES: tl.constexpr = tl.constexpr(0)
 """Kernel id if no page is encoded."""
@@ -107,7 +109,7 @@ def dense_keys(
     arena, page, written, cos, sin, at,
     D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """The keys of a dense page, [DP, P]; the channel of each of their rows; and whether it exists."""
+    """The keys of a dense page, [DP, P]; the channel of each of these DP rows; and whether this channel exists."""
     channel = tl.arange(0, DP)
     source = page * UNIT + tl.arange(0, P) * D
     if ROTATE:
@@ -171,7 +173,7 @@ def rows_that_see(
     first_position, num_rows, start,
     P: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The first and the end of the rows, at consecutive positions, that see any slot of a page."""
+    """The range [first, end) of the rows, at consecutive positions, that see any slot of a page."""
     low = tl.minimum(tl.maximum(start - first_position, 0), num_rows)
     high = num_rows
     if WINDOW:
@@ -187,7 +189,7 @@ def put_sums(
     peaks,  # whether `found` has peaks
     G: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Adds the mean over query heads to a page of sums; or raises a page of peaks to the maximum."""
+    """Adds the mean over query heads to a page of sums; or raises a page of peaks to the largest values."""
     slots = tl.arange(0, P)
     old = tl.load(sums + slots, mask=kept, other=0.0)
     new = tl.where(peaks, tl.maximum(old, tl.max(found, 0)), old + tl.sum(found, 0) * (1.0 / G))
