@@ -214,6 +214,13 @@ def _findings(text: str, _: Marks) -> Any:
     return [each["what"] for each in json.loads(text)]
 
 
+def _generated(text: str, marks: Marks) -> Any:
+    return [
+        {**line, "usage": {name: each for name, each in line["usage"].items() if not name.startswith("cached_tokens")}}
+        for line in _lines(text, marks)
+    ]
+
+
 OUTPUTS: dict[str, Callable[[str, Marks], Any]] = {
     "text": _text,
     "numbers": _numbers,
@@ -223,6 +230,7 @@ OUTPUTS: dict[str, Callable[[str, Marks], Any]] = {
     "plan": _plan,
     "shape": _shape,
     "findings": _findings,
+    "generated": _generated,
     "nothing": lambda text, marks: None,
 }
 """Ways in which an output is compared.
@@ -235,6 +243,8 @@ lines     JSON lines in the order of their ids
 plan      line by line, every digit of its numbers
 shape     the fields of JSON and the types of their values
 findings  what `quire doctor --json` has looked at
+generated JSON lines of `quire generate` without counts of cached tokens: with a tier they depend on the measured speed,
+          because a prefix on the disk is computed again if that is faster than fetching it
 nothing   not at all
 """
 

@@ -3,18 +3,20 @@
 //     s_ij = q_i . k_j / sqrt(D)          over the positions j that row i may see: i - window < j <= i
 //     o_i  = sum_j exp(s_ij) v_j / sum_j exp(s_ij),      lse_i = log sum_j exp(s_ij)
 //
-// Defined by attention.reference; tests/kernels/test_attend.py holds the two together.
+// Defined by attention.reference; tests/kernels/test_attend.py compares the two.
 //
-// A piece is a block of query rows of one sequence and a run of its chunks. A work item is a piece and a kv head, with num_rows * G query rows.
-// The item makes two scratch panels of each page, K transposed and V, once for all its rows. Scores and the weighted sum are then two matrix products
-// with 32-bit elements: floats, or on CPUs with bf16 dot products pairs of bf16 along the summed index. So both share one inner kernel. If the chunks
-// of a row are split over several pieces, these leave partials (o, lse), which are merged at the end.
+// A piece is a block of query rows of one sequence and a range of its chunks. A work item is a piece and a kv head, with num_rows * G query rows.
+// The item makes two scratch panels of each page, keys transposed and values, once for all its rows. Scores and the weighted sum are then two matrix
+// products. Their elements have 32 bits: floats, or, on CPUs with bf16 dot products, pairs of bf16 along the summed index. So both use one inner
+// kernel. If the chunks of a row are divided among several pieces, each piece stores a partial result (o, lse). The partial results are merged at
+// the end.
 //
-// If sealed chunks are encoded, pages of all codecs hold keys before rotation. They are rotated on read: by their slot, with one small table for all
-// pages, and then by the page's own angle. For few rows it is cheaper to rotate these back by the page's angle instead; for very few, to make no
-// panels. Packed pages have a position for every slot; each of them gets its own table.
+// If sealed chunks are encoded, all pages hold keys before rotation, dense pages too. Keys are rotated on read: by their slot, with one small table
+// for all pages, and then by the page's own angle. With few rows, it is cheaper to rotate the queries back by the page's angle instead (TURNED_ROWS).
+// With very few rows, it is cheaper to make no panels (encoded_rows.h). In packed pages, each slot has its own position; each packed page gets a
+// table of its own.
 //
-// Rows that add up few values (Plan.sparse_rows) are computed in sparse_values.cpp.
+// Rows that add up only some values (Plan.sparse_rows) are computed in sparse_values.cpp.
 #include <time.h>
 
 #include "encoded_rows.h"
@@ -25,14 +27,14 @@ namespace {
 
 // ---- one work item --------------------------------------------------------------------------------------------------------------------
 
-constexpr int BLOCK = 48;         // rows whose scores are in the first-level cache together; a multiple of the register block and of ROWS
+constexpr int BLOCK = 48;         // rows with scores in the first-level cache at once; a multiple of the register block and of ROWS
 constexpr int ROWS = 4;           // rows of one softmax: their chains of dependent instructions overlap
 constexpr float UNSEEN = -1e30f;  // running maximum of a row that has seen nothing; finite, so that no difference is NaN
 
-// COUNT rows of scores in base 2 -> unnormalised probabilities, running maxima and sums. `factor` scales the sums so far.
-// An invisible slot has score -inf and gets probability 2^-126, which is lost in any sum.
-// If the values of slot t are scale[t] * panel + offset[t], the probabilities are written times the scale, and the running sum `shift` takes the
-// offsets. With KEEP, scores are then replaced by the probabilities without the scale.
+// Turns COUNT rows of scores in base 2 into unnormalised probabilities, and updates running maxima and sums. factor: scales the earlier sums.
+// An invisible slot has score -inf and gets probability 2^-126, which is too small to change a sum.
+// SCALED: the value of slot t is scale[t] * panel + offset[t]. The written probabilities are then multiplied by the scales, and the running sum
+// `shift` adds up probability * offset. KEEP: scores are replaced by the probabilities without the scales.
 template <class Math, int SLOTS, bool SCALED, bool KEEP = false, int COUNT = ROWS>
 void soften(float* scores, uint32_t* probabilities, float* top, float* total, float* factor, const float* scale = nullptr,
             const float* offset = nullptr, float* shift = nullptr) {
@@ -66,7 +68,7 @@ void soften(float* scores, uint32_t* probabilities, float* top, float* total, fl
     }
 }
 
-// Encodes one head of a full chunk. The first tokens of a sequence stay exact in the sidecar.
+// Encodes one head of a full chunk. The first tokens of a sequence are also copied, unencoded, to the sidecar.
 template <class T>
 void seal_page(const Plan& plan, int layer, const Seal& seal, int head) {
     const int D = plan.D;
@@ -97,7 +99,7 @@ void turn_queries(const Plan& plan, const Piece& piece, int head, const T* q, in
 }
 
 #if defined(__AVX512BF16__)
-// Adds chunk c, a page of codes, to the running sums of COUNT rows.
+// Adds chunk c, a nuq page without sinks, to the running sums of COUNT rows.
 template <int COUNT>
 void attend_codes(const Plan& plan, const Piece& piece, int head, int c, const Page& page, const Page& after, const Item& item) {
     // Prefetches the next page evenly, because a burst would stall.
@@ -130,8 +132,8 @@ void attend_codes(const Plan& plan, const Piece& piece, int head, int c, const P
 }
 #endif
 
-// Adds chunks c, ..., c + PAGES - 1 of the piece to the running sums. Two pages at once halve the cost besides products: horizontal maxima and sums,
-// and reading and writing acc.
+// Adds chunks c, ..., c + PAGES - 1 of the piece to the running sums. Two pages at once halve the cost of everything but the products: horizontal
+// maxima and sums, and reading and writing acc.
 template <class Math, class T, int PAGES>
 void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int c, const Page& next, const Item& item) {
     constexpr int SLOTS = PAGES * P, psteps = P / Math::PAIR;
@@ -181,14 +183,15 @@ void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int
 #endif
 }
 
-// next: the page that this thread needs after this item; its `valid` is 0 if there is none.
+// Computes one work item. next: the first page of this thread's next item, to be prefetched; its `valid` is 0 if there is none.
 template <class Math, class T>
 void attend_item(const Plan& plan, int layer, const Piece& piece, int head, const T* q, int64_t q_stride, T* out, const Page& next) {
     if (plan.decode && plan.positions[piece.first_row] < piece.start + piece.num_chunks * P) write_row<T>(plan, layer, piece.first_row, head);
     const int G = plan.G, D = plan.D, H = plan.H, rows = piece.num_rows * G;
     const int padded = (rows + ROWS - 1) / ROWS * ROWS;   // results past `rows` are ignored
-    const int held = padded < BLOCK ? padded : BLOCK;     // rows whose scores are held at once
-    // Pages per pass: two panels and a block of scores exceed the first-level cache, and encoded pages have their own scales.
+    const int held = padded < BLOCK ? padded : BLOCK;     // rows whose scores are in memory at once
+    // Pages per pass. With few rows one: the panels of two pages and a block of scores exceed the first-level cache. With encoded pages one: each has
+    // its own scales.
     const int pages = rows <= BLOCK || plan.turns ? 1 : 2;
     const int slots = pages * P, width = slots / Math::PAIR;
     const int steps = query_steps<Math>(plan), columns = (D + VL - 1) / VL * VL;

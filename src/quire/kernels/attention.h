@@ -23,50 +23,50 @@ struct Merge {
     int32_t first, count;         // its entries in Plan.merge_parts
 };
 
-// A prompt row that adds to column sums, and its index among the rows with kept queries, or -1.
+// A prompt row that adds to column sums. kept: its index among the rows with kept queries, or -1.
 struct ProfiledRow {
     int32_t row, kept;
 };
 
-// A row of which attention keeps the scores, [num_columns, 64] per query head, so that they are not computed again. first: the number of scores of
-// earlier rows, counted for one query head, or -1 if none are kept. start: position of the first slot of the first column.
+// A row. Attention may keep its scores, [num_columns, 64] per query head, so that the profile need not compute them again. first: the number of
+// scores of earlier rows per query head, or -1: the row's scores are not kept. start: position of the first slot of the first column.
 struct ScoredRow {
     int64_t first, start, num_columns;
 };
 
-// A row that takes few values. first: the number of scores of earlier rows, counted for one query head. start: position of the first slot of the
-// first column. num_columns: columns that there is room for. reads_all: not 0 if it takes all values after all.
+// A row that adds up only some values. first: the number of scores of earlier rows per query head. start: position of the first slot of the first
+// column. num_columns: capacity in columns. reads_all: not 0 if the row adds up all values nevertheless.
 struct SparseRow {
     int64_t first, start, num_columns, reads_all;
 };
 
-// A slice of a prompt: consecutive rows. The last num_kept of them have indices from first_kept on among the kept rows.
+// A slice of a prompt: consecutive rows. The queries of its last num_kept rows are kept, with indices from first_kept on.
 struct Profile {
     int32_t first_row, num_rows;
     int32_t first_column, num_columns;   // its chunks in Plan.columns, in order of position
     int32_t start;                       // position of the first slot of the first chunk
     int32_t first_kept, num_kept;
-    int32_t num_peaks;                   // number of last rows whose largest attention is recorded; 0: the attention of all rows is summed
+    int32_t num_peaks;                   // number of last rows, of which the largest attention is recorded; 0: the attention of all rows is summed
 };
 
 // A chunk of a profiled path.
 struct Column {
     int32_t profile;
-    int32_t stored, computed;     // the chunk as later rows see it, and as its own rows see it
+    int32_t stored, computed;     // the chunk that later rows read, and the chunk that its own rows read
     int32_t sums;                 // row of the chunk table with its column sums
     int32_t kept;                 // index of the computed keys among the kept keys, or -1: they are not copied
-    int32_t far;                  // least distance in tokens from a slot to a row that counts for its peak
+    int32_t far;                  // a row counts for a slot's peak only from this distance in tokens on
 };
 
 QUIRE_STRUCT(Plan,
     (uint8_t*, arena)                    // a page starts at id * 128
     (const int32_t*, table)              // [C, L, H] page ids
-    (const uint8_t*, kinds)              // [C] format of a chunk's pages
+    (const uint8_t*, kinds)              // [C] format of a chunk's pages, a Kind
     (const uint64_t*, masks)             // [C, L, H] bit t: slot t of a page is visible; 0: there is no page. Null: all slots are visible
     (const float*, cos)                  // [positions, D/2], or null: no rotation
     (const float*, sin)
     (const int32_t*, positions)          // [R]
-    (const int32_t*, write_chunk)        // [R] chunk that takes the row's key and value
+    (const int32_t*, write_chunk)        // [R] chunk that the row's key and value are written to
     (const int32_t*, indices)            // chunk ids of all pieces
     (const Piece*, pieces)
     (const Merge*, merges)
@@ -101,10 +101,10 @@ QUIRE_STRUCT(Plan,
     (uint8_t*, staged)                   // dense pages [staged chunks, H] of the current layer; chunk id ~i is staged chunk i
     (const SparseRow*, sparse_rows)      // [num_sparse_rows]; null: all rows add up all values
     (float*, sparse_scores)              // [H * G, num_columns, 64] of each sparse row, of the current layer, base 2; then weights
-    (uint64_t*, sparse_slots)            // [H * G, num_columns] of each sparse row: bit t is slot t; those that it sees, then those that it takes
-    (int32_t*, value_reads)              // [C, H, 2], or null: sparse rows add, for each page, 1 if its values are read, and the slots that query
-                                         // heads take
-    (double, sparse_values)              // share of the values that a sparse row takes
+    (uint64_t*, sparse_slots)            // [H * G, num_columns] of each sparse row: bit t is slot t; first the visible slots, then the selected ones
+    (int32_t*, value_reads)              // [C, H, 2], or null: for each page whose values sparse rows read, they add 1 to the first number, and
+                                         // the number of selected slots of all query heads to the second
+    (double, sparse_values)              // share of the values that a sparse row adds up
     (int64_t, k_stride) (int64_t, v_stride)
     (int32_t, num_pieces) (int32_t, num_merges) (int32_t, num_rows) (int32_t, num_seals)
     (int32_t, num_profiled_rows) (int32_t, num_columns) (int32_t, num_kept_rows) (int32_t, num_kept_pages)
@@ -113,8 +113,9 @@ QUIRE_STRUCT(Plan,
     (int32_t, sinks)                     // exact first tokens of a sequence
     (int32_t, kind)                      // format of q, k, v and the output
     (int32_t, dense_page)                // bytes of a dense page
-    (int32_t, decode)                    // one row per sequence, nothing to encode: a piece writes its row's key and value, which no other reads
-    (int32_t, num_sparse_rows)           // the first rows; all are slices of one row
+    (int32_t, decode)                    // one row per sequence, nothing to encode: a piece writes its row's key and value, because no other piece
+                                         // reads them
+    (int32_t, num_sparse_rows)           // the sparse rows are the first rows of the step; each is a slice of one row
 )
 
 // The scores of a row in query head g of G, for one column.
@@ -123,12 +124,12 @@ inline float* scores_of(const Plan& plan, const ScoredRow& row, int head, int g,
     return plan.scores + row.first * heads + ((head * plan.G + g) * row.num_columns + column) * PAGE;
 }
 
-// Adds the attention of a layer's profiled rows to the column sums. Runs after the layer's attention. Keeps what quire_recover reads. q: as of
-// quire_attend.
+// Adds the attention of a layer's profiled rows to the column sums. Runs after the layer's attention. Keeps queries, limits and keys for
+// quire_recover. q, q_stride: as in quire_attend.
 void profile_columns(const Plan& plan, int layer, const void* q, int64_t q_stride);
 
-// Attention of the plan's sparse rows. Their keys and values are written, unless the plan decodes; then this writes them. q and out: as of
-// quire_attend.
+// Attention of the plan's sparse rows. If plan.decode is set, it also writes their keys and values; else the caller has written them. q and out: as
+// in quire_attend.
 void attend_sparsely(const Plan& plan, int layer, const void* q, int64_t q_stride, void* out);
 
 }  // namespace quire
@@ -136,6 +137,6 @@ void attend_sparsely(const Plan& plan, int layer, const void* q, int64_t q_strid
 // Writes the plan's keys and values, then computes attention. q: [R, H * G, D] with a row stride in elements; out: [R, H * G, D], dense.
 QUIRE_API void quire_attend(const quire::Plan* plan, int layer, const void* q, int64_t q_stride, void* out);
 
-// The attention of a profile's kept rows to the columns that a policy keeps, averaged over these rows: out [L, H]. Runs after all layers.
-// kept [L, H, words]: bit t of word c is position c * 64 + t. local [L, H]: number of last tokens that each row also keeps, its own included.
+// The attention of a profile's kept rows to the tokens that a policy keeps, averaged over these rows: out [L, H]. Runs after all layers.
+// kept [L, H, words]: bit t of word c is position c * 64 + t. local [L, H]: number of last tokens that each row also keeps, including its own.
 QUIRE_API void quire_recover(const quire::Plan* plan, int profile, const uint64_t* kept, int64_t words, const int64_t* local, double* out);

@@ -1,5 +1,5 @@
-// What attention asks of the codecs of sealed pages. A codec is one case in each function here, a Kind in common.h, and a row of SOURCE_FLAGS in
-// build.py. Non-uniform codes have products of their own besides (encoded_panels.h, encoded_rows.h).
+// The interface between attention and the codecs of sealed pages. A codec is a case in each function here, a Kind in common.h, and a row of
+// SOURCE_FLAGS in build.py. The codec nuq also has its own matrix products (encoded_panels.h, encoded_rows.h).
 #pragma once
 #include <type_traits>
 #include "attention.h"
@@ -10,9 +10,10 @@ namespace quire {
 constexpr int P = PAGE;           // page tokens
 constexpr int UNIT = 128;         // bytes a page id counts by
 
-// A page that a thread will read: its image, its format, how many of its first slots are written, and which are seen; the position of its first
-// slot, or the positions of all slots if they are not consecutive, else null. For an encoded page also the tables of its head's codec, and the exact
-// rows T [2, sinks, D] of its first slots or null.
+// A page that a thread will read.
+// kind: its format. valid: slots from this one on need not be read. mask: the visible slots, as bits. base: position of the first slot.
+// positions: of all slots if they are not consecutive, else null. Only for encoded pages: the tables of the head's codec, and the exact keys and
+// values T [2, sinks, D] of the first slots, or null.
 struct Page {
     const uint8_t* image;
     int kind, valid;
@@ -27,7 +28,7 @@ inline bool is_encoded(int kind) { return kind >= NUQ; }   // column sums are no
 
 inline const NuqHead& nuq_head(const Page& page) { return *static_cast<const NuqHead*>(page.tables); }
 
-// The tables of one head's codec: its part of what the codec's case in attention/ has built, or null for a codec without tables.
+// The tables of a codec for one layer and head, or null if the codec has none. attention/ builds them.
 inline const void* tables_of(const Plan& plan, int kind, int layer, int head) {
     const int64_t index = static_cast<int64_t>(layer) * plan.H + head;
     switch (kind) {
@@ -37,7 +38,7 @@ inline const void* tables_of(const Plan& plan, int kind, int layer, int head) {
     }
 }
 
-// Where the values of an encoded page begin and where it ends, in bytes from its start; keys come first.
+// Offset of the values of an encoded page, and the size of the page, in bytes. Keys are at offset 0.
 struct Extent {
     int values, end;
 };
@@ -49,8 +50,8 @@ inline Extent extent_of(const Page& page, int D) {
     }
 }
 
-// Encodes keys and values T [64, D] of a type of dense pages; the first `zeros` rows as if they were zero: nuq's alone,
-// which is the only codec with sinks.
+// Encodes keys and values [64, D] of a number format of dense pages. Rows below `zeros` are encoded as zero. Only nuq has sinks, so other codecs
+// ignore `zeros`.
 inline void encode(int kind, const void* tables, int D, Kind type, const void* k, const void* v, int zeros, uint8_t* image) {
     switch (kind) {
     case NUQ: return encode_page(*static_cast<const NuqHead*>(tables), D, type, k, v, D, zeros, image);
@@ -59,8 +60,7 @@ inline void encode(int kind, const void* tables, int D, Kind type, const void* k
     }
 }
 
-// Keys and values of an encoded page, T [64, D] each, or null for those that are not wanted. T is float, or bf16 for codecs without products of
-// their own.
+// Decodes an encoded page to keys and values T [64, D]; null for an output that is not needed. T is float, or bf16 for every codec but nuq.
 template <class T>
 inline void decode(const Page& page, int D, T* k, T* v) {
     switch (page.kind) {

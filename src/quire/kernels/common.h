@@ -59,7 +59,7 @@ inline vf load(const f16* p) {
     return __builtin_convertvector(*reinterpret_cast<const v16*>(p), vf);
 }
 
-// VL bytes as numbers.
+// Widens VL bytes to 32-bit integers.
 inline vi bytes(const uint8_t* p) {
 #if defined(__AVX512F__)
     return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -78,7 +78,7 @@ inline uint16_t round_bf16(float x) {
     return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-// Round to nearest even; NaN stays NaN.
+// Rounds to nearest, ties to even. NaN stays NaN.
 inline void store(bf16* p, vf x) {
 #if defined(__AVX512BF16__)
     const __m256bh h = _mm512_cvtneps_pbh((__m512)x);
@@ -148,7 +148,8 @@ inline float largest(vf x) {
 }
 #endif
 
-// 2^x for x up to 126. The relative error is below 2e-7, or 8e-5 if the result is kept in 16 bits. NaN gives NaN, -inf gives 2^-126 or 0.
+// 2^x for x up to 126. The relative error is below 2e-7; with ROUGH, for results that are stored in 16 bits, it is below 8e-5. NaN gives NaN, -inf
+// gives 2^-126 or 0.
 template <bool ROUGH = false>
 inline vf exp2(vf x) {
 #if defined(__AVX512DQ__)
@@ -194,7 +195,7 @@ inline vf silu(vf x) {
 // VL x VL transpose of 32-bit elements.
 inline void transpose(vu (&x)[VL]) {
 #if defined(__AVX512F__)
-    // Within 128-bit lanes first, then lanes: such shuffles need no index registers and two issue per cycle, against one full permute.
+    // First within 128-bit lanes, then whole lanes. Such shuffles need no index registers, and a core issues two per cycle; of full permutes, one.
     __m512i a[16], b[16];
     for (int i = 0; i < 16; i += 2) {
         a[i] = _mm512_unpacklo_epi32((__m512i)x[i], (__m512i)x[i + 1]);
@@ -237,7 +238,7 @@ inline void transpose(vu (&x)[VL]) {
 #endif
 }
 
-// A 64-byte aligned buffer of the calling thread, which only grows. It holds the scratch of one kernel at a time.
+// A 64-byte aligned buffer of the calling thread. The buffer only grows, and holds the scratch of one kernel at a time.
 void* thread_scratch(size_t bytes);
 
 }  // namespace quire

@@ -1,16 +1,16 @@
-// Norms and activations: the memory-light steps between matrix products, each one pass over its rows.
+// Norms and activations, the steps between matrix products. Each makes one pass over its rows.
 //
 //     add_norm:  residual += x;  y = residual * rsqrt(mean(residual^2) + eps) * weight
 //     gated:     y = silu(gate) * up
 //
-// Defined by models.layers.TorchOps; tests/kernels/test_elementwise.py holds the two together.
+// Defined by models.layers.TorchOps; tests/kernels/test_elementwise.py compares the two.
 #include "common.h"
 
 namespace quire {
 
 namespace {
 
-// Below this many elements a second thread costs more than it saves: waking it takes about 5 us between two products of torch.
+// With fewer elements, a second thread costs more than it saves: waking it takes about 5 us between two products of torch.
 constexpr int64_t ELEMENTS_PER_THREAD = 8192;
 
 int64_t grain_for(int64_t rows, int64_t width) {
@@ -29,7 +29,7 @@ void norm_row(const T* x, T* residual, const T* weight, float eps, int64_t width
         if (residual) {
             v = v + load(residual + i);
             store(residual + i, v);
-            // The sum is normalised as stored, so that a 16-bit residual and its norm agree.
+            // The norm is computed from the sum as it was stored, so that a 16-bit residual and its norm agree.
             v = load(residual + i);
         }
         squares += v * v;
@@ -73,7 +73,7 @@ void gated(const void* gate_up, int64_t rows, int64_t width, void* out) {
     });
 }
 
-// The first index of the largest element of each row; -1 where that is infinite or an element is NaN.
+// The first index of the largest element of each row; -1 if this element is infinite or any element is NaN.
 void argmax(const float* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* out) {
     parallel_for(rows, 1, [&](int64_t r) {
         const float* row = x + r * x_stride;
@@ -131,8 +131,8 @@ void keep_allowed(float* x, int64_t x_stride, const uint32_t* const* words, int6
 
 using namespace quire;
 
-// x: `rows` rows x_stride apart, each with `heads` adjacent vectors of `width`, which are normalised separately. residual is dense like out. If it is
-// null, y is the norm of x alone.
+// x: `rows` rows x_stride apart, each with `heads` adjacent vectors of `width`, which are normalised separately. residual and out are dense. If
+// residual is null, out is the norm of x alone.
 QUIRE_API void quire_add_norm(int kind, const void* x, int64_t x_stride, void* residual, const void* weight, float eps, int64_t rows,
                               int64_t heads, int64_t width, void* out) {
     if (kind == DENSE_BF16) add_norm<bf16>(x, x_stride, residual, weight, eps, rows, heads, width, out);

@@ -1,7 +1,8 @@
-// Scratch panels of pages whose keys are not rotated: the encoded ones, and the dense ones beside them.
+// Scratch panels of pages that store keys before rotation. If sealed chunks are encoded, these are all pages: encoded and dense.
 //
-// A key panel holds pairs of channels that rotation mixes, j and j + D/2, where two bf16 share an element; so do queries. An encoded page's value
-// panel holds its centroids: each slot's scale goes into the probabilities, and its offset into one sum a row.
+// With bf16 dot products, an element of a key panel holds a pair of bf16: the two channels that rotation mixes, j and j + D/2. Query rows have the
+// same format. The value panel of a nuq page holds centroids: value = scale[slot] * centroid + offset[slot]. The softmax multiplies probabilities
+// by the scales, and adds up probability * offset in one sum per row.
 #pragma once
 #include "panels.h"
 
@@ -12,7 +13,7 @@ typedef __m512i lanes;
 
 inline lanes load_lanes(const void* at) { return _mm512_loadu_si512(at); }
 
-// Code of field f in the low bits of every lane; what lies above it is left.
+// The codes of field f, in the low bits of each 16-bit lane. The bits above a code are undefined. BITS: 0, 1, 2 or 4.
 template <int BITS>
 inline lanes field(const uint8_t* lines, int f) {
     const auto line = [&](int i) { return load_lanes(lines + LINE * i); };
@@ -23,7 +24,7 @@ inline lanes field(const uint8_t* lines, int f) {
     return _mm512_setzero_si512();
 }
 
-// The same for widths of two parts: the upper one ends a bit above the lower one's.
+// The same for any width. A code of 3 or 5 bits is stored in two parts: its upper 2 or 4 bits, and its lowest bit.
 template <int BITS>
 inline lanes joined(const uint8_t* lines, int fields, int f) {
     if constexpr (BITS == 3 || BITS == 5) {
@@ -39,8 +40,8 @@ inline lanes joined(const uint8_t* lines, int fields, int f) {
     }
 }
 
-// The books of the two channels of a pair: codes of the first stand in even lanes, of the second in odd ones. Up to 16 centroids of each share a
-// register, and what lies above a code does not matter.
+// Looks up codes of a pair of channels: even lanes are codes of the first channel, odd lanes of the second. Up to 4 bits, both codebooks share one
+// register. Bits above a code are ignored.
 template <int BITS>
 struct PairBook {
     lanes first, second;
@@ -59,7 +60,7 @@ struct PairBook {
     }
 };
 
-// Two vectors of floats, elements side by side as bf16 pairs.
+// bf16 pairs (first[i], second[i]).
 inline lanes pairs_of(vf first, vf second) {
     alignas(64) static constexpr uint16_t ORDER[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
@@ -67,21 +68,23 @@ inline lanes pairs_of(vf first, vf second) {
     return _mm512_permutexvar_epi16(_mm512_load_si512(ORDER), both);
 }
 
-// What turns the keys of a page: their slots, these and the page's own angle, or positions of their own.
+// How the keys of a page are rotated. BY_SLOT: by the index of the slot. BY_PAGE: by the slot, then by one angle for the whole page. BY_POSITION:
+// each slot by a position of its own.
 enum Turn { BY_SLOT, BY_PAGE, BY_POSITION };
 
-// Of slots bf16 pairs [D/2, 2, P] as in Plan.turns, of positions [D/2, P], the first ones; cosines and sines [D/2] of the page's angle.
+// The tables for a rotation. pairs: Plan.turns [D/2, 2, P], or with BY_POSITION only the pairs (cos, -sin) [D/2, P]. cos, sin [D/2]: the page's
+// angle, with BY_PAGE.
 struct Turns {
     Turn by;
     const uint32_t* pairs;
     const float *cos, *sin;
 };
 
-// Of a pair of channels.
+// Elements of Turns.pairs per pair of channels.
 template <Turn BY>
 constexpr int TURNS = BY == BY_POSITION ? P : 2 * P;
 
-// Calls body(by) with a number known to the compiler.
+// Calls body(by) with `by` as a compile-time constant.
 template <class Body>
 inline void with_turn(Turn by, const Body& body) {
     if (by == BY_SLOT) body(std::integral_constant<Turn, BY_SLOT>{});
@@ -89,7 +92,8 @@ inline void with_turn(Turn by, const Body& body) {
     else body(std::integral_constant<Turn, BY_POSITION>{});
 }
 
-// Of a page whose first slot is to be at position `start`; own [D/2, P] is where turns by position are made.
+// The rotation that puts the page's first slot at position `start`, or its slots at their own positions, if it has some. own [D/2, P]: memory for
+// the table of BY_POSITION.
 inline Turns turns_of(const Plan& plan, const Page& page, int start, uint32_t* own) {
     const int half = plan.D / 2;
     const int64_t angle = static_cast<int64_t>(start) * half;
@@ -110,8 +114,8 @@ inline Turns turns_of(const Plan& plan, const Page& page, int start, uint32_t* o
     return {BY_POSITION, own};
 }
 
-// bf16 pairs (x1, x2) of VL slots from slot t on -> rotated pairs; turns is that of their two channels, c and s the cosine and sine of the page's
-// angle.
+// Rotates bf16 pairs (x1, x2) of the VL slots from slot t on. turns: the part of Turns.pairs for this pair of channels. c, s: cosine and sine of the
+// page's angle, used with BY_PAGE.
 template <Turn BY>
 inline lanes turned(lanes pairs, const uint32_t* turns, int t, float c, float s) {
     const auto dot = [&](lanes turn) { return (vf)_mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)pairs, (__m512bh)turn); };
@@ -123,6 +127,7 @@ inline lanes turned(lanes pairs, const uint32_t* turns, int t, float c, float s)
     return pairs_of(x, y);
 }
 
+// Decodes and rotates one block of pairs of channels. lines: its codes. order: its pairs. out: rows `ld` apart, one per pair.
 template <int BITS, Turn BY>
 void block_keys(const NuqHead& head, int half, const uint8_t* lines, const uint8_t* order, const Turns& turns, uint32_t* out, int ld) {
 #pragma GCC unroll 4
@@ -138,6 +143,7 @@ void block_keys(const NuqHead& head, int half, const uint8_t* lines, const uint8
     }
 }
 
+// Decodes sixteen columns of values: out [P / 2, columns] of pairs of slots.
 template <int BITS>
 void column_values(const uint8_t* lines, lanes lookup, uint32_t* out, int columns) {
 #pragma GCC unroll 32
@@ -147,11 +153,12 @@ void column_values(const uint8_t* lines, lanes lookup, uint32_t* out, int column
 
 inline vf halves(__m256i x) { return (vf)_mm512_cvtph_ps(x); }
 
-// The bf16 in the lower or the upper half of every element.
+// The lower or the upper bf16 of every pair, as floats.
 inline vf lower(lanes pairs) { return (vf)_mm512_slli_epi32(pairs, 16); }
 inline vf upper(lanes pairs) { return (vf)_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))); }
 
-// Adds to rotated keys what their slot holds: one element of each vector before rotation, so two after it.
+// Adds the residuals of one outlier slot to rotated keys. `slot` has the channel and the residual of one element of each key. Rotation spreads this
+// element over its pair of channels, so two elements change.
 template <Turn BY>
 void add_key_slot(const uint8_t* slot, const Turns& turns, int half, uint32_t* out, int ld) {
     const lanes count = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -176,7 +183,8 @@ void add_key_slot(const uint8_t* slot, const Turns& turns, int half, uint32_t* o
     }
 }
 
-// Adds to centroids what their slot holds, in units of the slot's scale. Two slots share an element, so first the even ones, then the odd ones.
+// Adds the residuals of one outlier slot to centroids, divided by the scale of the token's value. Two tokens share an element of the panel, so even
+// tokens are added first, then odd ones.
 inline void add_value_slot(const uint8_t* slot, const uint8_t* scales, uint32_t* out, int columns) {
     const lanes rows = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(columns));
     for (int f = 0; f < P / 2; f += VL) {
@@ -195,7 +203,7 @@ inline void add_value_slot(const uint8_t* slot, const uint8_t* scales, uint32_t*
     }
 }
 
-// K of an encoded page -> out [D/2, P] of bf16 pairs, rotated.
+// Keys of a nuq page -> out [D/2, P] of bf16 pairs, rotated. Without the residuals of its outlier slots.
 template <Turn BY>
 void nuq_keys(const Plan& plan, const Page& page, const Turns& turns, uint32_t* out, int ld, Prefetcher& ahead) {
     const NuqHead& head = nuq_head(page);
@@ -216,14 +224,14 @@ void nuq_keys(const Plan& plan, const Page& page, const Turns& turns, uint32_t* 
     }
 }
 
-// Scale and offset [P] of the values of an encoded page.
+// Scale and offset [P] of the values of a nuq page.
 inline void load_ranges(const Page& page, float* scale, float* offset) {
     const auto* ranges = reinterpret_cast<const __m256i*>(page.image + nuq_head(page).at_ranges);
     for (int i = 0; i < P / VL; i++) store(scale + i * VL, halves(_mm256_loadu_si256(ranges + i)));
     for (int i = 0; i < P / VL; i++) store(offset + i * VL, halves(_mm256_loadu_si256(ranges + P / VL + i)));
 }
 
-// V of an encoded page -> centroids, out [P / 2, columns] of pairs of slots; scale and offset [P] of each slot.
+// Values of a nuq page -> centroids, out [P / 2, columns] of pairs of slots, with the residuals of its outlier slots; scale and offset [P].
 inline void nuq_values(const Plan& plan, const Page& page, uint32_t* out, int columns, float* scale, float* offset, Prefetcher& ahead) {
     const NuqHead& head = nuq_head(page);
     const lanes lookup = load_lanes(head.value_lookup);
@@ -243,7 +251,7 @@ inline void nuq_values(const Plan& plan, const Page& page, uint32_t* out, int co
     for (int i = 0; i < head.value_slots; i++) add_value_slot(page.image + head.at_value_slots + i * SLOT_BYTES, ranges, out, columns);
 }
 
-// K bf16 [P, D], not rotated -> out [D/2, P] of pairs, rotated; slots at and past `valid` are garbage.
+// Keys bf16 [P, D] before rotation -> out [D/2, P] of bf16 pairs, rotated. Slots from `valid` on are undefined.
 template <Turn BY>
 void plain_keys(const bf16* k, int D, const Turns& turns, int valid, uint32_t* out, int ld, Prefetcher& ahead) {
     const int half = D / 2;
@@ -267,7 +275,7 @@ void plain_keys(const bf16* k, int D, const Turns& turns, int valid, uint32_t* o
 }
 #endif
 
-// Rows of T, not rotated, at their own positions, or without them from `start` on -> float32, rotated.
+// Keys T [rows, D] before rotation -> float32 [rows, D], rotated. positions [rows], or null: consecutive from `start` on.
 template <class T>
 inline void turn_rows(const Plan& plan, const T* x, const int32_t* positions, int start, int rows, float* out) {
     const int D = plan.D, half = D / 2;
@@ -277,12 +285,13 @@ inline void turn_rows(const Plan& plan, const T* x, const int32_t* positions, in
     }
 }
 
-// Floats of the buffer that panels of such pages are made from: 32-bit ones of rows, bf16 ones of group codes.
+// Floats of the scratch buffer of turned_keys and encoded_values. Panels of floats need decoded and rotated float32 rows; panels of bf16 pairs need
+// the decoded bf16 rows of a page of group codes.
 template <class Math>
 inline int panel_buffer(int D) { return Math::PAIR == 1 ? 2 * P * D : P * D / 2; }
 
-// The key panel of a page of either kind, rotated as if the page's first slot were at position `start`, or all by their own positions; T is the type
-// of the step. own: see turns_of; unused where no slots have positions.
+// The key panel of an encoded or dense page, rotated. The page's first slot is put at position `start`, unless its slots have their own positions.
+// T: the type of the step's rows. own: see turns_of; used only if slots have their own positions.
 template <class Math, class T>
 void turned_keys(const Plan& plan, const Page& page, int start, uint32_t* keys, int ld, float* buffer, uint32_t* own, Prefetcher& ahead) {
     const int D = plan.D, half = D / 2;
@@ -306,7 +315,7 @@ void turned_keys(const Plan& plan, const Page& page, int start, uint32_t* keys, 
             const uint8_t* slots = page.image + nuq_head(page).at_key_slots;
             for (int i = 0; i < nuq_head(page).key_slots; i++) add_key_slot<BY>(slots + i * SLOT_BYTES, turns, half, keys, ld);
         });
-        // They are at the start of a sequence: start is 0, or the page's own, or they have the positions they had.
+        // Sinks are the first tokens of a sequence, so slot t is always rotated to position t.
         for (int t = 0; sinks && t < plan.sinks; t++)
             for (int j = 0; j < half; j++) {
                 const float a = widen(sinks[t * D + j]), b = widen(sinks[t * D + half + j]);
@@ -328,7 +337,7 @@ void turned_keys(const Plan& plan, const Page& page, int start, uint32_t* keys, 
     }
 }
 
-// The value panel of such a page. Returns whether scale and offset were set: else the panel holds the values.
+// The value panel of an encoded or dense page. Returns whether it holds centroids, with scale and offset [P] set; else it holds the values.
 template <class Math, class T>
 bool encoded_values(const Plan& plan, const Page& page, int columns, uint32_t* values, float* scale, float* offset, float* buffer,
                     Prefetcher& ahead) {

@@ -1,5 +1,5 @@
-// Few query rows over a page of non-uniform codes: keys are scored and values summed straight from their codes, with no panels in between, and what
-// slots hold is added to scores and sums rather than to keys and values.
+// Attention of at most FEW_ROWS query rows over a nuq page, without panels. Scores and sums are computed from the codes. The residuals of outlier
+// slots are added to scores and sums, not to keys and values.
 #pragma once
 #include "encoded_panels.h"
 
@@ -8,13 +8,13 @@ namespace quire {
 
 constexpr int FEW_ROWS = 4;
 
-// Elements of a table of up to `count`; of a small one without reading memory element by element.
+// Looks up elements `at` of a table of `count` floats. Tables of up to 32 are read into registers, which is faster than a gather.
 inline vf picked(const float* table, int count, lanes at) {
     if (count <= 32) return (vf)_mm512_permutex2var_ps(_mm512_loadu_ps(table), at, _mm512_loadu_ps(table + VL));
     return (vf)_mm512_i32gather_ps(at, table, 4);
 }
 
-// f(0), ..., f(COUNT - 1), each with a number known to the compiler: what it indexes can stay in registers.
+// Calls f(0), ..., f(COUNT - 1) with compile-time constants, so that arrays indexed by them stay in registers.
 template <int COUNT, class F>
 __attribute__((always_inline)) inline void each(F&& f) {
     if constexpr (COUNT > 0) {
@@ -23,7 +23,7 @@ __attribute__((always_inline)) inline void each(F&& f) {
     }
 }
 
-// Adds to the scores of a page's slots, sixteen at a time, those of a block of pairs.
+// Adds the products of one block of pairs to acc: for each row, the scores of all slots, sixteen in a vector.
 template <int BITS, Turn BY, int ROWS>
 __attribute__((always_inline)) inline void block_scores(const NuqHead& head, int half, const uint8_t* lines, const uint8_t* order, const uint32_t* turns,
                                                         const uint32_t* query, int steps, vf (&acc)[ROWS][P / VL]) {
@@ -33,7 +33,7 @@ __attribute__((always_inline)) inline void block_scores(const NuqHead& head, int
         __m512bh row[ROWS];
         each<ROWS>([&](auto r) __attribute__((always_inline)) { row[r] = (__m512bh)_mm512_set1_epi32(static_cast<int>(query[r * steps + j])); });
         each<P / VL>([&](auto quarter) __attribute__((always_inline)) {
-            asm volatile("" ::: "memory");   // or the compiler reads all angles first, and spills them
+            asm volatile("" ::: "memory");   // otherwise the compiler loads all angles first, and spills them
             const lanes pairs = book(joined<BITS>(lines, 4 * BLOCK_PAIRS, 4 * p + quarter));
             const __m512bh key = (__m512bh)turned<BY>(pairs, turns + j * TURNS<BY>, quarter * VL, 1.0f, 0.0f);
             each<ROWS>([&](auto r) __attribute__((always_inline)) { acc[r][quarter] = (vf)_mm512_dpbf16_ps((__m512)acc[r][quarter], row[r], key); });
@@ -41,7 +41,8 @@ __attribute__((always_inline)) inline void block_scores(const NuqHead& head, int
     });
 }
 
-// Scores [ROWS, P] of queries [ROWS, steps], bf16 pairs turned to where the turns begin, with the keys of an encoded page, its slots apart.
+// Scores [ROWS, P] of queries with the keys of a nuq page, without the residuals of outlier slots. query [ROWS, steps]: bf16 pairs, rotated relative
+// to the position that the table `turns` counts from.
 template <int ROWS, Turn BY>
 void nuq_scores(const Plan& plan, const Page& page, const uint32_t* turns, const uint32_t* query, int steps, float* scores, Prefetcher& ahead) {
     const NuqHead& head = nuq_head(page);
@@ -65,7 +66,8 @@ void nuq_scores(const Plan& plan, const Page& page, const uint32_t* turns, const
     each<ROWS>([&](auto r) { each<P / VL>([&](auto quarter) { store(scores + r * P + quarter * VL, acc[r][quarter]); }); });
 }
 
-// Adds to scores [ROWS, P] what a slot of each key holds. What follows the queries, float32 [ROWS, D], may be read, and is not used.
+// Adds to scores [ROWS, P] the products with the residuals of one outlier slot. query: float32 [ROWS, D]; up to 2 VL floats after it are read, but
+// not used.
 template <int ROWS, Turn BY>
 inline void score_key_slot(const uint8_t* slot, const uint32_t* turns, int D, const float* query, float* scores) {
     constexpr int SHIFT = TURNS<BY> == P ? 6 : 7;
@@ -90,7 +92,7 @@ inline void score_key_slot(const uint8_t* slot, const uint32_t* turns, int D, co
     }
 }
 
-// The sums of GROUPS groups of sixteen columns, each in so many chains that a dozen products are under way.
+// Adds to the sums of GROUPS groups of sixteen columns. With few sums, each has two accumulators: a core needs about a dozen independent products.
 template <int BITS, int ROWS, int GROUPS>
 __attribute__((always_inline)) inline void column_sums(const uint8_t* lines, lanes lookup, const uint32_t* probabilities, vf (&acc)[GROUPS][ROWS]) {
     constexpr bool TWO = GROUPS * ROWS <= 8;
@@ -114,7 +116,7 @@ __attribute__((always_inline)) inline void column_sums(const uint8_t* lines, lan
 
 template <int ROWS, int GROUPS>
 inline void scaled_sums(int bits, const uint8_t* lines, lanes lookup, const uint32_t* probabilities, float* sums, int columns, const float* factor) {
-    asm("" : "+r"(probabilities));   // or they are all broadcast at once, before all columns, into memory
+    asm("" : "+r"(probabilities));   // otherwise the compiler broadcasts all of them first, into memory
     vf acc[GROUPS][ROWS];
     for (int g = 0; g < GROUPS; g++)
         for (int r = 0; r < ROWS; r++) acc[g][r] = load(sums + r * columns + g * VL) * factor[r];
@@ -129,8 +131,8 @@ inline void scaled_sums(int bits, const uint8_t* lines, lanes lookup, const uint
         for (int r = 0; r < ROWS; r++) store(sums + r * columns + g * VL, acc[g][r]);
 }
 
-// sums [ROWS, columns] times each row's factor, plus the values' centroids weighted with probabilities [ROWS, P / 2] of pairs of slots, which have
-// the values' scales in them.
+// sums = sums * factor + probabilities * centroids. sums [ROWS, columns], factor [ROWS]. probabilities [ROWS, P / 2]: pairs of bf16, already
+// multiplied by the scales of the values.
 template <int ROWS>
 void nuq_sums(const Plan& plan, const Page& page, const uint32_t* probabilities, float* sums, int columns, const float* factor, Prefetcher& ahead) {
     const NuqHead& head = nuq_head(page);
@@ -149,16 +151,17 @@ void nuq_sums(const Plan& plan, const Page& page, const uint32_t* probabilities,
     if (d < plan.D) scaled_sums<ROWS, 1>(bits, lines, lookup, probabilities, sums + d, columns, factor);
 }
 
-// What slots of values add, [FEW_ROWS, columns, FEW_ROWS], by the slots' order and by row, added to the sums at the end of an item. Slots one after the
-// other often name one column, and a sum that was just stored is slow to come by: so each has a table of its own.
+// Multiplies the late sums by each row's factor. late [4 tables, columns, FEW_ROWS]: the residuals of values, weighted; fold_late adds them to the
+// sums at the end of an item. Consecutive tokens often have their residuals in the same column, and loading a sum that was just stored is slow. So
+// consecutive tokens use different tables.
 inline void scale_late(float* late, int columns, const float* factor) {
     const __m128 by = _mm_loadu_ps(factor);
-    if (_mm_movemask_ps(_mm_cmpneq_ps(by, _mm_set1_ps(1))) == 0) return;   // as for most pages: no row has a new maximum
+    if (_mm_movemask_ps(_mm_cmpneq_ps(by, _mm_set1_ps(1))) == 0) return;   // no row has a new maximum; so it is for most pages
     const vf all = (vf)_mm512_broadcast_f32x4(by);
     for (int i = 0; i < columns * FEW_ROWS * FEW_ROWS; i += VL) store(late + i, load(late + i) * all);
 }
 
-// Adds all of it to sums [rows, columns].
+// Adds the four tables to sums [rows, columns].
 inline void fold_late(const float* late, int columns, int rows, float* sums) {
     for (int d = 0; d < columns; d += FEW_ROWS) {
         __m128 of_row[FEW_ROWS];
@@ -172,7 +175,7 @@ inline void fold_late(const float* late, int columns, int rows, float* sums) {
     }
 }
 
-// weights [FEW_ROWS, P]: probabilities without the values' scales.
+// Adds the residuals of one outlier slot of values to the late sums. weights [FEW_ROWS, P]: probabilities, not multiplied by the scales.
 inline void add_late(const uint8_t* slot, const float* weights, int columns, float* late) {
     static_assert(FEW_ROWS == 4, "rows of a quarter of a register");
     for (int t = 0; t < P; t += VL) {
@@ -181,7 +184,7 @@ inline void add_late(const uint8_t* slot, const float* weights, int columns, flo
         const __m512 a = row(0), b = row(1), c = row(2), d = row(3);
         const __m512d low = (__m512d)_mm512_unpacklo_ps(a, b), high = (__m512d)_mm512_unpackhi_ps(a, b);
         const __m512d low2 = (__m512d)_mm512_unpacklo_ps(c, d), high2 = (__m512d)_mm512_unpackhi_ps(c, d);
-        // All rows of slots i, 4 + i, 8 + i and 12 + i.
+        // slots[i]: all rows of tokens t + i, t + 4 + i, t + 8 + i and t + 12 + i.
         const __m512 slots[4] = {(__m512)_mm512_unpacklo_pd(low, low2), (__m512)_mm512_unpackhi_pd(low, low2),
                                  (__m512)_mm512_unpacklo_pd(high, high2), (__m512)_mm512_unpackhi_pd(high, high2)};
         each<4>([&](auto quarter) {

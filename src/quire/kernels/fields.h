@@ -33,8 +33,8 @@ struct Field {
 #define QUIRE_EXPORT_FIELDS(name) \
     QUIRE_API const quire::Field* quire_fields_##name() { return quire::fields_of(static_cast<const quire::name*>(nullptr)); }
 
-// A macro that expands to the name of its twin walks a list of pairs (a, b)(c, d): the twin takes the next pair. The last name becomes that of an
-// empty macro.
+// Each macro of a pair (_A, _B) expands one element of a list (a, b)(c, d), followed by the name of the other macro, which expands the next element.
+// QUIRE_ENDED appends _END to the last name, which makes it the name of an empty macro.
 #define QUIRE_MEMBER_A(type, field) type field; QUIRE_MEMBER_B
 #define QUIRE_MEMBER_B(type, field) type field; QUIRE_MEMBER_A
 #define QUIRE_MEMBER_A_END

@@ -1,13 +1,14 @@
-// Encoding of full pages in group codes, and decoding. Compiled without fused multiply-adds, so that it gives the bits of cache/codecs/group.py.
+// Encodes full pages in group codes, and decodes them. Compiled without fused multiply-adds, so that results have the same bits as those of
+// cache/codecs/group.py.
 #include "group.h"
 
 namespace quire {
 namespace {
 
 constexpr int SLOTS = 64;
-constexpr int CHANNELS = 64;      // of a group
+constexpr int CHANNELS = 64;      // channels of a group
 constexpr int MAX_D = 256;
-constexpr int RANGES = 4 * SLOTS; // bytes of the lows and the steps of one group
+constexpr int RANGES = 4 * SLOTS; // bytes of the minima and the steps of one group, float16 [64] each
 
 template <class T>
 void encode_rows(int D, const T* x, int64_t stride, const float* bias, uint8_t* out, uint8_t* ranges) {
@@ -113,7 +114,7 @@ template void decode_groups(int, const uint8_t*, const float*, bf16*, bf16*);
 
 using namespace quire;
 
-// For tests, and for pages that are encoded outside a step: n pages of one head, K and V T [n, 64, D]; bias [D] of the keys, or null.
+// For tests, and for pages that are encoded outside a step: n pages of one head, keys and values T [n, 64, D]; bias [D] of the keys, or null.
 QUIRE_API void quire_group_encode(int D, int kind, const void* k, const void* v, const float* bias, int64_t n, uint8_t* pages) {
     const int64_t step = static_cast<int64_t>(kind == DENSE_F32 ? 4 : 2) * 64 * D, page_bytes = group_layout(D).page_bytes;
     parallel_for(n, 1, [&](int64_t i) {
@@ -122,7 +123,7 @@ QUIRE_API void quire_group_encode(int D, int kind, const void* k, const void* v,
     });
 }
 
-// Decodes to float32 K and V [n, 64, D].
+// Decodes to float32 keys and values [n, 64, D].
 QUIRE_API void quire_group_decode(int D, const uint8_t* pages, const float* bias, int64_t n, float* k, float* v) {
     const int64_t page_bytes = group_layout(D).page_bytes;
     parallel_for(n, 1, [&](int64_t i) { decode_groups(D, pages + i * page_bytes, bias, k + i * 64 * D, v + i * 64 * D); });

@@ -1,4 +1,4 @@
-// What the work items of attention share: pages of a piece, the write that precedes their reads, query rows, and which slots these see.
+// Shared by the work items of attention and sparse attention: pages of a piece, writing new keys and values, query rows, and visible slots.
 #pragma once
 #include "encoded_panels.h"
 #include "queries.h"
@@ -20,14 +20,14 @@ struct ScratchArena {
     }
 };
 
-// Chunk c of a piece, for one layer and head.
+// The page of chunk c of a piece, for one layer and head.
 inline Page page_of(const Plan& plan, int layer, int head, const Piece& piece, int c) {
     return placed_page(plan, layer, head, plan.indices[piece.first_index + c], piece.start + c * P,
                        plan.positions[piece.first_row + piece.num_rows - 1] + 1);
 }
 
-// Stores the key and value of one row and head in their slot. The key is rotated unless pages hold keys before rotation. Pages of open and staged
-// chunks are dense, in the step's own format.
+// Writes the key and value of one row and head into their slot. The key is rotated first, unless pages hold keys before rotation. Pages of open and
+// staged chunks are dense, in the number format of the step.
 template <class T>
 inline void write_row(const Plan& plan, int layer, int row, int head) {
     const int D = plan.D, position = plan.positions[row], slot = position % P;
@@ -48,8 +48,8 @@ inline void write_row(const Plan& plan, int layer, int row, int head) {
     std::memcpy(key + P * D, v, D * sizeof(T));
 }
 
-// An item's scratch in the first two cache levels: rotated queries [rows, steps], scores and probabilities of a block of rows, running sums, and the
-// panels of one or two pages.
+// The scratch of a work item; it fits into the first two cache levels. Rotated queries [rows, steps], scores and probabilities of a block of rows,
+// running sums, and the panels of one or two pages.
 struct Item {
     int rows, steps, columns;      // steps: 32-bit elements of a padded query row; columns: D rounded up to VL
     uint32_t* query;
@@ -57,13 +57,13 @@ struct Item {
     uint32_t* probabilities;
     float *acc, *top, *total, *factor;
     uint32_t *keys, *values;
-    float *shift, *scale, *offset, *buffer;   // if pages may be encoded: running sum of offsets of each row, ranges of a page's slots,
-                                              // and the source of 32-bit panels
-    float *turned, *late;                     // for few rows, else null: queries as float32 [rows, D], see add_late
+    float *shift, *scale, *offset, *buffer;   // if pages may be encoded: each row's running sum of probability * offset; scale and offset [P] of
+                                              // a page's slots; see panel_buffer
+    float *turned, *late;                     // for few rows, else null: rotated queries as float32 [rows, D]; see scale_late
     uint32_t* own;                            // see turns_of
 };
 
-// Query rows of the piece in the format of the product, rotated by their distance from `origin`.
+// Writes the query rows of the piece in the format of the product, rotated by their distance from `origin`.
 template <class Math, class T>
 inline void place_queries(const Plan& plan, const Piece& piece, int head, const T* q, int64_t q_stride, int origin, float* rotated, const Item& item) {
     const int G = plan.G, D = plan.D;
@@ -81,11 +81,11 @@ inline void place_queries(const Plan& plan, const Piece& piece, int head, const 
     }
 }
 
-// The origin of a page: queries are rotated relative to it, and keys from it.
+// The origin of a page: queries and keys are rotated by their distance from it.
 inline int origin_of(const Page& page) { return page.positions ? 0 : page.base; }
 
-// Hides the slots of a page that its mask hides, or that rows at, ..., at + count - 1 of the item do not see. Rows of scores are `ld` apart.
-// Slots with their own positions precede all rows.
+// Hides the slots of a page that its mask hides, or that are invisible to rows at, ..., at + count - 1 of the item. Rows of scores are `ld` apart.
+// Slots with their own positions are earlier than all rows, so only the mask hides them.
 inline void hide_unseen(const Plan& plan, const Piece& piece, const Page& page, int at, int count, float* scores, int ld) {
     if (!page.positions && (plan.positions[piece.first_row] < page.base + P - 1 || plan.window))
         for (int m = 0; m < count; m++) hide_unseen(plan, plan.positions[piece.first_row + (at + m) / plan.G], page.base, P, scores + m * ld);
@@ -103,12 +103,13 @@ inline void store_scores(const Plan& plan, const Piece& piece, int head, int c, 
     }
 }
 
-// Prefetches the positions of a page's slots, if they have their own ...
+// Prefetches the positions of a page's slots, if the slots have their own.
 inline void prefetch_positions(const Page& page) {
     for (int t = 0; page.positions && t < P; t += LINE / 4) __builtin_prefetch(page.positions + t, 0, 3);
 }
 
-// ... and, once these are there, the angles at these positions: as many cache lines as the page has of codes, from all over the table.
+// Prefetches the angles at these positions, once the positions are in the cache. The angles are scattered over the table, and take as many cache
+// lines as the page's codes.
 inline void prefetch_angles(const Plan& plan, const Page& page) {
     if (!page.positions || !plan.angles) return;
     for (int t = 0; t < P; t++) {

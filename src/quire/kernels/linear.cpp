@@ -1,22 +1,22 @@
-// Products with a weight that is packed once: y = x W^T + b, sums in float32. Outputs have the format of the rows; an output head gives float32,
-// because bf16 logits between 16 and 32 have steps of 0.125, and the smaller id decides ties.
+// Products with a weight that is packed once: y = x W^T + b, sums in float32. Outputs have the format of the rows, except for an output head, which
+// gives float32: bf16 logits between 16 and 32 have steps of 0.125, and the smaller id would win the many ties.
 //
 //     packed[panel, k, n] = (W[32 panel + n, 2k], W[32 panel + n, 2k + 1])        32 columns of pairs, zeros past N
 //
-// are panels of 16 bits; packed.h has panels of fewer bits. Gated: half of a panel is 16 gates, the other half their ups. y = silu(gate) up is
-// computed in registers.
+// is the layout of panels of 16-bit numbers; packed.h has panels of fewer bits. In a gated matrix, half of a panel is 16 gates, the other half their
+// ups; y = silu(gate) * up is computed in registers.
 //
-// A decode step is bound by these bytes and by the overhead of calls. So a panel is one contiguous stream, and a call is one loop over the panels of
-// all parts. Many rows reuse a panel from the first-level cache, BLOCK_STEPS pairs at a time. Defined by models.layers.TorchOps;
-// tests/kernels/test_elementwise.py and test_packed.py hold the two together.
+// A decode step is bound by the bytes of the weights and by the overhead of calls. So a panel is contiguous in memory, and a call is one loop over
+// the panels of all parts. Many rows reuse a part of a panel from the cache, SHORT_STEPS or TALL_STEPS pairs at a time. Defined by
+// models.layers.TorchOps; tests/kernels/test_elementwise.py and test_packed.py compare the two.
 #include "linear.h"
 
 namespace quire {
 namespace {
 
 constexpr int MR = block_rows<PANEL / VL>();
-constexpr int SHORT_STEPS = 144;   // pairs of a panel to compute while as many of the next are fetched: 2 x 18 KiB in the first-level cache
-constexpr int TALL_STEPS = 384;    // pairs of a panel for many rows. More than the first level holds, because rereading sums would cost more
+constexpr int SHORT_STEPS = 144;   // pairs of a panel that are computed while the next as many are fetched: 2 x 18 KiB in the first-level cache
+constexpr int TALL_STEPS = 384;    // pairs of a panel for many rows: more than the first-level cache holds, because rereading sums would cost more
 constexpr int BLOCK_ROWS = 192;    // rows whose inputs stay in the second-level cache
 constexpr int WIDE_STEPS = 96;     // pairs of a panel that are widened to float32 for many rows: 24 KiB
 constexpr int WIDE_ROWS = 4 * MR;  // with more rows than this, widening pays off
@@ -40,7 +40,7 @@ struct Product {
     int64_t width() const { return gated ? PANEL / 2 : PANEL; }   // outputs of a panel
 };
 
-// One panel, its first output, and its number of outputs: fewer than its width at a part's end.
+// One panel, its first output, and its number of outputs. The last panel of a part may have fewer outputs than its width.
 struct Panel {
     int64_t kind;
     const uint8_t* at;
@@ -87,7 +87,7 @@ void put_sums(const Product<X, T>& p, const Panel& panel, int64_t at, int height
     else put_rows(sums, height, outputs_of(p, panel, at));
 }
 
-// Many rows of one panel without dot products of pairs: each number is widened once, so only multiply-adds remain.
+// Many rows of one panel, on CPUs without dot products of pairs: each number is widened to float32 once, and all rows use it.
 template <class Math, class X, class T>
 void wide_rows(const Product<X, T>& p, const Panel& panel, int64_t at, int height) {
     const int steps = static_cast<int>(p.inputs / 2);
@@ -118,7 +118,7 @@ void wide_rows(const Product<X, T>& p, const Panel& panel, int64_t at, int heigh
     put_sums(p, panel, at, height, scratch);
 }
 
-// Rows [at, at + height) of one panel of pairs; next is the panel that this thread reads afterwards.
+// Computes rows [at, at + height) of one panel of pairs. next: the panel that this thread reads afterwards.
 template <class Math, class X, class T>
 void pair_rows(const Product<X, T>& p, const Panel& panel, int64_t at, int height, const uint8_t* next) {
     if constexpr (Math::WIDENS)
@@ -134,7 +134,7 @@ void pair_rows(const Product<X, T>& p, const Panel& panel, int64_t at, int heigh
     const int blocks = (steps + most - 1) / most, block = (steps + blocks - 1) / blocks;
     for (int k = 0; k < steps; k += block) {
         const int deep = steps - k < block ? steps - k : block;
-        // With one pass, prefetch the stream itself, a page ahead. With several, prefetch the next block while this one is reused.
+        // With one pass over the panel, prefetch the panel itself, LEAD bytes ahead. With several, prefetch the next block while this one is reused.
         const auto* here = reinterpret_cast<const uint8_t*>(columns + k * PANEL);
         const auto* after = k + deep < steps ? here + static_cast<int64_t>(deep) * PANEL * 4 : next;
         Prefetcher ahead{after, after ? after + block * PANEL * 4 : after, height <= 2 * MR ? 2 : 1, nullptr, height > 4 * MR};
@@ -153,7 +153,7 @@ void pair_rows(const Product<X, T>& p, const Panel& panel, int64_t at, int heigh
     if (!whole) put_part(p, panel, at, height, scratch);
 }
 
-// The same for a packed panel.
+// Computes rows [at, at + height) of one packed panel.
 template <class X, class T>
 void packed_rows(const Product<X, T>& p, const Panel& panel, int64_t at, int height, const uint8_t* next) {
     const int planes = p.packed.planes, most = (BLOCK_ROWS + SPARE_ROWS) * planes;
@@ -241,7 +241,7 @@ QUIRE_API void quire_pack_linear(const void* weight, int64_t N, int64_t K, int g
     });
 }
 
-// out has the requested format: that of the rows, or float32. Rows of pairs are an even number of elements apart.
+// out_kind: the format of the rows, or float32. For panels of pairs, x_stride must be even.
 QUIRE_API void quire_multiply(const Matrix* matrix, const Rows* rows, int out_kind, void* out) { multiply(*matrix, *rows, out_kind, out); }
 
 QUIRE_EXPORT_FIELDS(Part)

@@ -13,7 +13,7 @@ QUIRE_STRUCT(Part,
 
 constexpr int MOST_PARTS = 4;
 
-// Parts below each other with equal inputs, at most MOST_PARTS. A gated matrix has one part.
+// At most MOST_PARTS parts with the same inputs; their outputs are concatenated. A gated matrix has one part.
 QUIRE_STRUCT(Matrix,
     (const Part*, parts)
     (int64_t, num_parts)
@@ -21,9 +21,9 @@ QUIRE_STRUCT(Matrix,
     (int64_t, outputs) (int64_t, inputs) (int64_t, gated)
 )
 
-// x [rows, inputs] of one number format, rows x_stride apart -> out [rows, outputs] of out_kind: that of x, or float32. Scratch holds the rows as
-// integers and is used only if a part is packed. next, if not null, is the matrix of the following product: threads that run out of panels begin to
-// fetch it. In a region, every member must make this call.
+// x [rows, inputs] of one number format, rows x_stride apart -> out [rows, outputs] of out_kind: the format of x, or float32. Scratch holds the rows
+// as integers; it is used only if a part is packed. next: the matrix of the following product, or null; threads that have no more panels begin to
+// prefetch it. In a region, every member must make this call.
 QUIRE_STRUCT(Rows,
     (int64_t, kind)  // format of x: DENSE_BF16, DENSE_F16 or DENSE_F32
     (const void*, x)

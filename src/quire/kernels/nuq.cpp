@@ -1,7 +1,7 @@
-// Encodes full pages, and decodes whole pages where nothing faster reads them. Compiled without fused multiply-adds, so that it gives the bits of
-// cache/codecs/nuq.py.
+// Encodes full pages, and decodes whole pages for CPUs without bf16 dot products. Compiled without fused multiply-adds, so that results have the
+// same bits as those of cache/codecs/nuq.py.
 //
-// Both work on the transposed page, channels by slots: a vector holds several slots, and nothing is summed across a vector.
+// Both work on the transposed page [D, 64]: a vector holds one channel of several slots, so no sum runs across the lanes of a vector.
 #include <type_traits>
 #include "nuq.h"
 
@@ -11,7 +11,7 @@ namespace {
 constexpr int VECTORS = PAGE / VL;
 constexpr int MOST_CHANNELS = 256;   // of a head; their number is a multiple of 16
 
-// One number of each slot.
+// One number per slot of a page.
 struct Slots {
     vf at[VECTORS];
     float* floats() { return reinterpret_cast<float*>(at); }
@@ -39,7 +39,7 @@ void transpose_any(Kind kind, const void* x, int64_t stride, int D, int zeros, S
 inline vf blend(vi mask, vf yes, vf no) { return mask ? yes : no; }
 inline vf magnitude(vf x) { return as_float((vu)x & 0x7fffffffu); }
 
-// The channels with the largest costs of every slot, and their data; among equal costs the first channel.
+// The two channels with the largest costs, for each slot. Among equal costs, the first channel.
 struct Largest {
     Slots cost[2], channel[2];
     explicit Largest() : cost{all(-1), all(-1)}, channel{all(0), all(0)} {}
@@ -53,7 +53,7 @@ struct Largest {
     }
 };
 
-// Writes slot s of every vector. missing[d] is the residual of channel d's codes.
+// Writes one outlier slot for every token: its channel [64], then its residual float16 [64]. missing[d]: the residuals of channel d.
 void write_slot(const Slots& channel, const Slots* missing, uint8_t* out) {
     for (int t = 0; t < PAGE; t++) {
         const int d = static_cast<int>(channel.floats()[t]);
@@ -68,7 +68,7 @@ typedef uint8_t bytes16 __attribute__((vector_size(16), aligned(1), may_alias));
 typedef uint8_t bytes32 __attribute__((vector_size(32)));
 typedef uint16_t words __attribute__((vector_size(64)));
 
-// Codes of VL slots.
+// Stores the codes of VL slots, one byte each.
 inline void put_codes(vi code, uint8_t* at) {
     const bytes narrow = __builtin_convertvector(code, bytes);
     std::memcpy(at, &narrow, VL);
@@ -88,7 +88,7 @@ void pack(int fields, int bits, const Code& code, uint8_t*& out) {
     });
 }
 
-// The values of VL codes, from a book of 32 floats of which the first 2^BITS are used.
+// Looks up VL codes in a codebook of 32 floats. Only the first 2^BITS are used.
 template <int BITS>
 inline vf looked_up(const float* book, vu code) {
 #if defined(__AVX512F__)
@@ -108,8 +108,8 @@ inline vf looked_up(const float* book, vu code) {
 #endif
 }
 
-// Reads the fields that `pack` has written, BITS wide: calls put(field, i, codes) with the codes of lanes 2 * VL * i on, those of two neighbouring
-// lanes in an element.
+// Reads the fields that `pack` has written, BITS wide. Calls put(field, i, codes) with the codes of 16-bit lanes 2 * VL * i, ...: each element of
+// `codes` holds those of two neighbouring lanes.
 template <int BITS, class Put>
 void unpack(int fields, const uint8_t* in, const Put& put) {
     constexpr int PARTS = 16 / VL;   // vectors of a line
@@ -128,7 +128,7 @@ void unpack(int fields, const uint8_t* in, const Put& put) {
         }
 }
 
-// Calls body(bits) with the width of a code as a number that is known to the compiler.
+// Calls body(bits) with the width of a code as a compile-time constant.
 template <class Body>
 inline void with_bits(int bits, const Body& body) {
     switch (bits) {
@@ -319,7 +319,7 @@ void decode_page(const NuqHead& head, int D, const uint8_t* page, float* k, floa
 
 using namespace quire;
 
-// For tests, and for pages that are encoded outside a step: n pages of one head, K and V T [n, 64, D].
+// For tests, and for pages that are encoded outside a step: n pages of one head, keys and values T [n, 64, D].
 QUIRE_API void quire_nuq_encode(const NuqHead* head, int D, int kind, const void* k, const void* v, int64_t n, uint8_t* pages) {
     const int64_t width = kind == DENSE_F32 ? 4 : 2, step = width * PAGE * D;
     parallel_for(n, 1, [&](int64_t i) {
@@ -328,7 +328,7 @@ QUIRE_API void quire_nuq_encode(const NuqHead* head, int D, int kind, const void
     });
 }
 
-// Decodes to float32 K and V [n, 64, D].
+// Decodes to float32 keys and values [n, 64, D].
 QUIRE_API void quire_nuq_decode(const NuqHead* head, int D, const uint8_t* pages, int64_t n, float* k, float* v) {
     parallel_for(n, 1, [&](int64_t i) { decode_page(*head, D, pages + i * head->page_bytes, k + i * PAGE * D, v + i * PAGE * D); });
 }

@@ -1,15 +1,15 @@
-// Products with packed panels, and their rows; see packed.h. Defined by models/quants.py; tests/kernels/test_packed.py holds the two together.
+// Products with packed panels, and the conversion of rows; see packed.h. Defined by models/quants.py; tests/kernels/test_packed.py compares the two.
 #include "packed.h"
 
 namespace quire {
 namespace {
 
-// Rows of integers.
+// Arithmetic for rows of integers.
 struct MathIntegers {
     using Sum = vi;
     static constexpr bool EXACT = true;
-    static constexpr int FEW = 4;                        // most rows for which codes are decoded in registers ...
-    static constexpr int FEW_BLOCK = 4;                  // ... and their number at a time
+    static constexpr int FEW = 4;                        // with at most FEW rows, codes are decoded in registers
+    static constexpr int FEW_BLOCK = 4;                  // rows at a time then
     template <class P>
     static constexpr int BLOCK = VL == 16 ? 12 : 3;      // with more rows: rows per block that reads decoded codes
     template <class P>
@@ -19,7 +19,7 @@ struct MathIntegers {
     static vi dot(vi acc, vu a, vu b) { return dot_pairs(acc, a, b); }
 };
 
-// Rows of bfloat16.
+// Arithmetic for rows of bfloat16.
 #if defined(__AVX512BF16__)
 struct MathBfloats {
     using Sum = vf;
@@ -36,7 +36,7 @@ struct MathBfloats {
 };
 #endif
 
-// The scale of a row's group, and the scaled sum of its numbers.
+// Of a row's group: the scale, and the scaled sum of its numbers.
 struct Weighing {
     float scale, sum;
     int32_t whole;          // the sum of integers
@@ -54,7 +54,7 @@ inline Weighing weighing(const PackedRows& x, int64_t row, int64_t k) {
     }
 }
 
-// y + s (sum of a group) + m (sum of its inputs)
+// y + s * (sum of a group's products) + m * (sum of its inputs)
 template <class Math, class P>
 inline vf weighed(vf y, typename Math::Sum acc, vf s, vf m, const Weighing& by) {
     if constexpr (Math::EXACT) y += __builtin_convertvector(acc, vf) * (s * by.scale);
@@ -69,14 +69,14 @@ inline typename Math::Sum nothing(const Weighing& by) {
     else return vf{};
 }
 
-// Few rows: codes go from the panel to registers, and all rows use them there.
+// Few rows: codes are decoded into registers, where all rows use them.
 template <class Math, class P, int M>
 void few_rows(const uint8_t* block, int64_t blocks, const PackedRows& x, int64_t at, float* out, const uint8_t* next) {
     constexpr int VECTORS = PANEL / VL;
-    // Vectors of outputs at a time: as many sums as fit into registers besides words, codes and a pair of a row.
+    // Vectors of outputs at a time: registers must also hold words, codes and a pair of a row.
     constexpr int WIDE = VL == 16 || M == 1 ? (VECTORS < 4 ? VECTORS : 4) : 2;
     constexpr int64_t LEAD = 8192;
-    constexpr int LINES = (P::BLOCK_BYTES / P::GROUPS + 63) / 64;   // cache lines of a group, with its share of the block's head
+    constexpr int LINES = (P::BLOCK_BYTES / P::GROUPS + 63) / 64;   // cache lines of a group, with its share of the block's header
     const typename Math::template Codes<P> codes_of{};
     const uint8_t* end = block + blocks * P::BLOCK_BYTES;
     const int64_t jump = next ? next - end : 0;
@@ -92,13 +92,13 @@ void few_rows(const uint8_t* block, int64_t blocks, const PackedRows& x, int64_t
             Weighing by[M];
             for (int m = 0; m < M; m++) by[m] = weighing<Math, P>(x, at + m, k);
             for (int first = 0; first < VECTORS; first += WIDE) {
-                if constexpr (WIDE < VECTORS) asm("" : "+r"(first));   // otherwise pairs of rows are spilled for the next vectors
+                if constexpr (WIDE < VECTORS) asm("" : "+r"(first));   // otherwise the compiler spills pairs of rows for the next vectors
                 typename Math::Sum acc[M][WIDE];
                 for (int m = 0; m < M; m++)
                     for (int n = 0; n < WIDE; n++) acc[m][n] = nothing<Math, P>(by[m]);
 #pragma GCC unroll 8
                 for (int w = 0; w < P::WORDS; w++) {
-                    if (first == 0)   // evenly, because a burst would stall
+                    if (first == 0)   // prefetches come evenly, because a burst would stall
                         for (int i = w * LINES / P::WORDS; i < (w + 1) * LINES / P::WORDS; i++) __builtin_prefetch(ahead + 64 * i, 0, 3);
                     const uint32_t* a = pairs + k / 2 + w * P::PER_WORD;
                     typename P::Word word[WIDE];
@@ -134,7 +134,7 @@ struct Decoded {
 template <class Math, class P, int M>
 void decoded_rows(const Decoded& b, int groups, const PackedRows& rows, int64_t at, int64_t k, float* sums) {
     constexpr int VECTORS = PANEL / VL, STEPS = P::GROUP / 2;
-    const PackedRows x = rows;   // a copy, because the compiler must assume that a store to sums changes the caller's
+    const PackedRows x = rows;   // a copy: the compiler must assume that a store to sums changes the caller's `rows`
     const int64_t lda = x.lda;
     const uint32_t *a = x.pairs + at * lda + k / 2, *columns = b.pairs;
     const float *scales = b.scales, *minima = b.minima;
@@ -167,10 +167,10 @@ void decoded_rows(const Decoded& b, int groups, const PackedRows& rows, int64_t 
     }
 }
 
-// Blocks of rows have one of a few heights. The smallest sufficient height is taken.
+// Blocks of rows have one of a few heights. This is the smallest one that holds `rows` rows.
 constexpr int enough(int rows) { return rows <= 4 ? rows : rows <= 6 ? 6 : rows <= 8 ? 8 : 12; }
 
-// Calls use(enough(rows)), up to MOST.
+// Calls use(enough(rows)) with a compile-time constant of at most MOST.
 template <int MOST, class Use>
 void with_rows(int rows, const Use& use) {
     const auto height = [&](auto count) {
@@ -228,7 +228,7 @@ void panel_sums(const uint8_t* panel, int64_t inputs, const PackedRows& x, int64
                                    [&](auto count) { few_rows<Math, P, count>(panel, blocks, x, at + m, sums + m * PANEL, next); });
 }
 
-// One row as integers, in one plane or two.
+// Converts one row to integers, in one plane or two.
 template <class T>
 void quantize_row(const T* x, int64_t inputs, uint32_t* pairs, float* scales, int32_t* sums, int64_t padded, int planes) {
     typedef int16_t shorts __attribute__((vector_size(VL * 2), aligned(2), may_alias));
@@ -384,8 +384,8 @@ QUIRE_API int64_t quire_panel_bytes(int kind, int64_t inputs) { return panel_byt
 
 QUIRE_API int64_t quire_quantized_bytes(int kind, int64_t rows, int64_t inputs) { return quantized_bytes(kind, rows, inputs); }
 
-// Reads rows of an ungated matrix in panels, for embeddings: out[i] = W[index[i]], [count, K]. Pairs give the number's own 16 bits, packed blocks the
-// requested format.
+// Reads rows of an ungated matrix in panels, for embeddings: out[i] = W[index[i]], [count, K]. Panels of pairs: copies the 16-bit numbers. Packed
+// panels: decodes to the format `number`.
 QUIRE_API void quire_panel_rows(int kind, const uint8_t* panels, int64_t K, const int64_t* index, int64_t count, int number, void* out) {
     parallel_for(count, count < 32 ? count : 16, [&](int64_t i) {
         const uint8_t* panel = panels + index[i] / PANEL * panel_bytes(kind, K);

@@ -1,19 +1,19 @@
-// Weights in the blocks of GGUF's types, repacked into panels of 32 outputs; and the rows that are multiplied with them.
+// Weights in the block formats of GGUF, repacked into panels of 32 outputs; and the rows that are multiplied with them.
 //
 //     y[n] = sum over groups g of  s[g, n] * (sum over k in g of x[k] c[k, n])  +  m[g, n] * (sum over k in g of x[k])
 //
 // Codes are small integers. On CPUs with bfloat16 dot products, bfloat16 rows are multiplied directly; a table in a register turns codes into
-// bfloat16. Otherwise, rows become 16-bit integers with a power of two for every 32 inputs, so that the inner sums are exact: every x86 multiplies
-// and adds pairs of 16 bits in one instruction, twice as many as float multiply-adds. A number with 8 significant bits (bfloat16) is exact if it is
-// within 2^-7 of the largest of its 32 inputs. Smaller numbers are rounded to 2^-15 of the largest.
+// bfloat16. Otherwise, rows are converted to 16-bit integers with one power of two per 32 inputs, so that the inner sums are exact. Every x86 CPU
+// multiplies and adds pairs of 16-bit integers in one instruction, twice as many as float multiply-adds. A number with 8 significant bits (bfloat16)
+// is exact if it is at least 2^-7 times the largest of its 32 inputs. Smaller numbers are rounded to 2^-15 of the largest.
 //
-// A panel is one stream of blocks of all 32 outputs. A block has
+// A panel is one contiguous sequence of blocks. Each block has all 32 outputs, and these parts:
 //
 //     d of the outputs, float16 [32] | m, if the type has minima | of superblocks the scale bytes [groups][32] | minima's bytes | codes
 //
-// The codes of a group are vectors of 32-bit words, one word per output. A word has eight codes: that of input 2p + h is in bits 16 h + 4 (p % 4) of
-// word p / 4. Then follow the bits of 5- and 6-bit codes beyond four: those of input 2p + h, e bits, begin at bit 16 h + e (p % (16 / e)) of word
-// p / (16 / e). 8-bit codes take a byte each.
+// The codes of a group are vectors of 32-bit words, one word per output. A word has eight codes: the code of input 2p + h begins at bit
+// 16 h + 4 (p % 4) of word p / 4. Codes of 5 and 6 bits have their upper e = 1 or 2 bits in further words, which follow: the bits of input 2p + h
+// begin at bit 16 h + e (p % (16 / e)) of word p / (16 / e). 8-bit codes take a byte each.
 #pragma once
 #include "product.h"
 
@@ -26,8 +26,8 @@ constexpr int SCALED = 32;         // inputs that share a power of two
 // The format of a part of a matrix. models/cpu_panels.py has the same numbers.
 enum Weights : int32_t { PAIRS_BF16 = 0, PAIRS_F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, G4, NUM_WEIGHTS };
 
-// acc + a.low b.low + a.high b.high for pairs of int16. The barrier keeps the sum in its register: without it the compiler would compute all products
-// of a group first.
+// acc + a.low b.low + a.high b.high for pairs of int16. The empty asm statement keeps the sum in its register: without it, the compiler would compute
+// all products of a group first.
 inline vi dot_pairs(vi acc, vu a, vu b) {
 #if defined(__AVX512VNNI__)
     return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
@@ -91,7 +91,7 @@ struct Packed {
         else return -d * byte_values(block + HALVES + (GROUPS + group) * PANEL + lane);
     }
 
-    // A word of VL outputs, and the bits of its codes beyond four.
+    // One word of VL outputs, and the word with the upper bits of its 5- or 6-bit codes.
     struct Word {
         vu low, high;
     };
@@ -114,7 +114,7 @@ struct Packed {
     }
 
 #if defined(__AVX512BF16__)
-    // The value of each code, bfloat16, 32 in a vector. Four bits need no mask, because every code has two entries.
+    // The bfloat16 value of each code, 32 in a vector. 4-bit codes need no mask: the lookup reads five bits, and each code has two equal entries.
     static constexpr int TABLE = BITS == 6 ? 64 : 32;
     struct Table {
         vu at[TABLE / 32];
@@ -153,7 +153,8 @@ struct Packed {
         }
         return found - OFFSET;
     }
-    // The codes of a group for one output, one byte each, offsets included. One multiplication gathers the even, or the odd, of eight bytes.
+    // Writes the codes of a group for one output. codes: one byte each, before the offset is subtracted. One multiplication gathers the even, or the
+    // odd, ones of eight bytes.
     static void put_codes(uint32_t* group, int lane, const uint8_t* codes) {
         constexpr uint64_t even = 0x00ff00ff00ff00ffu, four = 1ull << 48 | 1ull << 36 | 1ull << 24 | 1ull << 12;
         constexpr uint64_t beyond = EXTRA == 1 ? 1ull << 48 | 1ull << 33 | 1ull << 18 | 1ull << 3 : 1ull << 48 | 1ull << 34 | 1ull << 20 | 1ull << 6;
@@ -199,8 +200,8 @@ void with_packed(int kind, const Use& use) {
 
 inline bool is_packed(int kind) { return kind > PAIRS_F16; }
 
-// Rows in the format for packed panels: bfloat16, or integers. A row of float32 takes two rows of integers (`planes`, consecutive): the second has
-// the remainder of the first.
+// Rows in the format for packed panels: bfloat16, or integers. A float32 row takes two consecutive rows of integers (planes = 2): the second has the
+// rounding errors of the first.
 struct PackedRows {
     const uint32_t* pairs;  // pairs of 16 bits [rows * planes, inputs / 2], inputs padded
     const float* scales;    // [rows * planes, inputs / SCALED]: NaN if an input is not finite; null for bfloat16
@@ -212,7 +213,7 @@ struct PackedRows {
 
 int64_t padded_inputs(int64_t inputs);
 int64_t quantized_bytes(int kind, int64_t rows, int64_t inputs);                     // bytes of scratch for rows of this format
-// A shared loop over rows, unless there is nothing to do. sums: whether the sums are needed.
+// Converts rows to this format in a shared loop. bfloat16 rows with a suitable layout are not copied. sums: whether the sums are needed.
 PackedRows quantize_rows(int kind, const void* x, int64_t x_stride, int64_t rows, int64_t inputs, bool sums, void* scratch);
 
 constexpr int SPARE_ROWS = 12;   // rows beyond the last that a block may read; their sums are written and ignored

@@ -1,10 +1,10 @@
-// Packs a file's blocks into panels; see packed.h. A change of the format must raise LAYOUT in models/cpu_panels.py.
+// Packs the blocks of a GGUF file into panels; see packed.h. If the format of panels changes, increase LAYOUT in models/cpu_panels.py.
 #include "packed.h"
 
 namespace quire {
 namespace {
 
-// One output's block as in the file: codes (without subtracting the offset), halves, scale and minimum bytes.
+// One output's block, as in the file. d, m: bits of the float16s. scales, minima: bytes per group. codes: before the offset is subtracted.
 struct FileBlock {
     uint16_t d, m;
     uint8_t scales[16], minima[16];
@@ -77,7 +77,7 @@ void put_block(const FileBlock& from, int lane, uint8_t* block) {
 
 using namespace quire;
 
-// Blocks as in a file, [N, blocks of a row] -> zeroed panels. Gated: N gates, then N ups; 16 of each in a panel.
+// Packs blocks [N, blocks of a row], as in a file, into panels, which must be zero. Gated: N gates, then N ups; a panel has 16 of each.
 QUIRE_API void quire_pack_blocks(int kind, const uint8_t* blocks, int64_t N, int64_t K, int gated, uint8_t* panels) {
     with_packed(kind, [&](auto packed) {
         using P = decltype(packed);

@@ -1,4 +1,4 @@
-// The two scratch panels an item makes of each page, in the shape the inner product wants. What a codec supplies is here.
+// Where a page lies, and the two scratch panels that a work item makes from it: keys transposed, and values, in the layout of the matrix product.
 #pragma once
 #include "codecs.h"
 #include "product.h"
@@ -7,25 +7,25 @@ namespace quire {
 
 constexpr uint64_t ALL_SLOTS = ~0ull;
 
-// Which slots of a chunk's page are seen; 0 if it has none.
+// The visible slots of a chunk's page; 0 if the chunk has no page for this layer and head.
 inline uint64_t mask_of(const Plan& plan, int layer, int head, int32_t chunk) {
     return plan.masks && chunk >= 0 ? plan.masks[(static_cast<int64_t>(chunk) * plan.L + layer) * plan.H + head] : ALL_SLOTS;
 }
 
-// Where the page of a chunk lies, for one layer and head; staged chunks have negative names.
+// The address of a chunk's page for one layer and head. Staged chunks have negative ids.
 inline uint8_t* image_of(const Plan& plan, int layer, int head, int32_t chunk) {
     if (chunk < 0) return plan.staged + (static_cast<int64_t>(~chunk) * plan.H + head) * plan.dense_page;
     return plan.arena + static_cast<int64_t>(plan.table[(static_cast<int64_t>(chunk) * plan.L + layer) * plan.H + head]) * UNIT;
 }
 
-// The exact first rows of a chunk, or null.
+// The exact keys and values of a chunk's first tokens, or null.
 inline uint8_t* sinks_of(const Plan& plan, int layer, int head, int32_t chunk) {
     if (!plan.sinks || plan.sidecars[chunk] < 0) return nullptr;
     const int64_t bytes = static_cast<int64_t>(2) * plan.sinks * plan.D * (plan.kind == DENSE_F32 ? 4 : 2);
     return plan.arena + static_cast<int64_t>(plan.sidecars[chunk]) * UNIT + (static_cast<int64_t>(layer) * plan.H + head) * bytes;
 }
 
-// The page of a chunk of which so many slots, or all, are written, for one layer and head.
+// A chunk's page for one layer and head. written: the number of its written slots; it may exceed the page.
 inline Page page_at(const Plan& plan, int layer, int head, int32_t chunk, int written) {
     const uint64_t mask = mask_of(plan, layer, head, chunk);
     const int used = mask ? P - __builtin_clzll(mask) : 0;
@@ -34,7 +34,8 @@ inline Page page_at(const Plan& plan, int layer, int head, int32_t chunk, int wr
     return page;
 }
 
-// The page of a chunk with where it stands: from position `base` on unless the chunk or its slots say otherwise. Positions below `end` are written.
+// A chunk's page with its positions: those of its slots, or consecutive ones from the chunk's own base, or else from `base` on. Slots at consecutive
+// positions are written below position `end`; slots with their own positions are all written.
 inline Page placed_page(const Plan& plan, int layer, int head, int32_t chunk, int base, int end) {
     const int32_t* positions = nullptr;
     if (chunk >= 0) {
@@ -51,7 +52,7 @@ inline void count_read(const Plan& plan, int head, int32_t chunk) {
     if (plan.reads && chunk >= 0) __atomic_fetch_add(plan.reads + static_cast<int64_t>(chunk) * plan.H + head, 1, __ATOMIC_RELAXED);
 }
 
-// The written keys (which = 0) or values (1) of a page.
+// Prefetches the written keys (which = 0) or values (1) of a page.
 inline Prefetcher prefetch(const Page& page, int D, int which) {
     if (is_encoded(page.kind)) {
         const Extent at = extent_of(page, D);
@@ -62,7 +63,7 @@ inline Prefetcher prefetch(const Page& page, int D, int which) {
     return {at, at + page.valid * row, 2};
 }
 
-// y = rotated x, both [D]: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), times `scale`. Without tables, only the scale.
+// y = rotated x, times `scale`, both [D]: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin). If the tables are null, y = x * scale.
 template <class T>
 inline void rotate(const T* x, const float* cos, const float* sin, int D, float scale, float* y) {
     const int half = D / 2;
@@ -85,7 +86,7 @@ inline void rotate(const T* x, const float* cos, const float* sin, int D, float 
 
 // ---- scratch panels of a page ----------------------------------------------------------------------------------------------------------
 
-// VL floats, or VL pairs of bf16, of a key row from column d on; columns at and past D are zero.
+// VL floats, or VL pairs of bf16, of a key from column d on. Columns from D on are zero.
 template <class Math, class T>
 inline vu key_part(const T* row, int d, int D) {
     constexpr int WIDTH = VL * Math::PAIR;
@@ -99,8 +100,8 @@ inline vu key_part(const T* row, int d, int D) {
     else return (vu)load(source);
 }
 
-// K [P, D] -> out [steps, P], rows `ld` apart, steps of PAIR columns, padded with zeros to whole blocks of VL. Slots at and past `valid` are left
-// as they are or garbage: their scores are hidden.
+// Keys [P, D] -> out [steps, P], rows `ld` apart. A step is PAIR columns; steps are padded with zeros to a multiple of VL. Slots from `valid` on are
+// undefined, because their scores are hidden.
 template <class Math, class T>
 void keys_from(const T* k, int D, int valid, uint32_t* out, int ld, Prefetcher& ahead) {
     for (int t = 0; t < valid; t += VL) {
@@ -114,7 +115,7 @@ void keys_from(const T* k, int D, int valid, uint32_t* out, int ld, Prefetcher& 
     }
 }
 
-// V [P, D] -> out [P / PAIR, columns], columns = D rounded up to VL; rows at and past `valid` are zero, since unwritten slots may hold NaN.
+// Values [P, D] -> out [P / PAIR, columns]; columns: D rounded up to VL. Rows from `valid` on are zero, because unwritten slots may hold NaN.
 template <class T>
 void values_f32(const T* v, int D, int columns, int valid, uint32_t* out, Prefetcher& ahead) {
     for (int t = 0; t < P; t++) {
@@ -163,7 +164,7 @@ inline void values_bf16(const bf16* v, int D, int columns, int valid, uint32_t* 
 }
 #endif
 
-// What a codec supplies: the two scratch panels of one page. A new codec is a case here.
+// The two scratch panels of a dense page whose keys are stored rotated. For other pages see encoded_panels.h.
 template <class Math>
 void load_keys(const Page& page, int D, uint32_t* out, int ld, Prefetcher& ahead) {
     if constexpr (Math::PAIR == 2) {

@@ -1,5 +1,5 @@
-// Small matrix products with 32-bit elements: floats, or pairs of bf16 along the summed index on CPUs with bf16 dot products. So both share one
-// kernel. Attention's scores and sums, and the linear products, are built from it.
+// Small matrix products with 32-bit elements: floats, or, on CPUs with bf16 dot products, pairs of bf16 along the summed index. So one kernel
+// computes both. Attention uses it for scores and weighted sums, linear layers for their products.
 #pragma once
 #include <type_traits>
 #include <utility>
@@ -55,23 +55,24 @@ struct MathPairs {
 };
 
 constexpr int NV = VL == 16 ? 4 : 2;                      // vectors of a column block
-constexpr int ACCUMULATORS = VL == 16 ? 24 : 12;          // of a register block: all registers but those for a row of columns
+constexpr int ACCUMULATORS = VL == 16 ? 24 : 12;          // of a register block: all registers except those for a row of columns
 
-// Rows of a register block of N vectors. A core cannot follow more than about a dozen streams of rows.
+// Rows of a register block of N vectors: at most 12, because a core's prefetcher cannot follow more than about a dozen rows.
 template <int N>
 constexpr int block_rows() {
     return ACCUMULATORS / N < 12 ? ACCUMULATORS / N : 12;
 }
 
-// Prefetches the next page while this one is computed, a few lines at every step of loads and products. A core keeps about two dozen lines in flight,
-// so prefetches help only if they come evenly. A layer of 32 sequences of 192 tokens takes 289 us without prefetches, 162 with prefetches while
-// panels are made, and 113 like this; reading the bytes takes 114 us, the arithmetic on cached pages 65.
+// Prefetches the next page while the current one is computed: a few cache lines at each step of loads and products. A core keeps about two dozen
+// lines in flight, so prefetches help only if they are spread evenly. Measured for a layer of 32 sequences of 192 tokens: 289 us without prefetches,
+// 162 us with prefetches only while panels are made, and 113 us with prefetches at all steps. Reading the bytes takes 114 us, the arithmetic on
+// cached pages 65 us.
 struct Prefetcher {
     const uint8_t* at;
     const uint8_t* end;
-    int pace = 2;                 // lines at every step of a product
+    int pace = 2;                 // cache lines per step of a product
     const uint8_t* then = nullptr;  // the data to read afterwards; its first LEAD bytes are prefetched too
-    bool rows = false;            // also prefetch rows of the next register block: the hardware cannot follow a dozen streams
+    bool rows = false;            // also prefetch rows of the next register block, because the hardware cannot follow a dozen rows
     static constexpr int LEAD = 4096;
     bool done() const { return at >= end && !then; }
     void step(int lines) {
@@ -80,7 +81,7 @@ struct Prefetcher {
     }
 };
 
-// Destinations of a product's rows: the float32 sums that they started from ...
+// A product's rows go to one of three destinations. Sums: back to the float32 sums that they started from.
 struct Sums {
     float* c;
     int ldc;
@@ -91,7 +92,7 @@ struct Sums {
     }
 };
 
-// ... or outputs of 16 or 32 bits, with a bias of type X ...
+// Outputs: to numbers T of 16 or 32 bits, plus a bias of type X, or null.
 template <class X, class T>
 struct Outputs {
     T* y;
@@ -104,7 +105,7 @@ struct Outputs {
     }
 };
 
-// ... or silu(gate) up of gates and ups in one row.
+// Gated: silu(gate) * up. The first half of a row has gates, the second half ups.
 template <class X, class T>
 struct Gated {
     T* y;
@@ -122,7 +123,7 @@ struct Gated {
     }
 };
 
-// to[m, n] = alpha[m] * c[m, n] + sum_k a[m, k] b[k, n] for M rows and N vectors of columns; alpha null starts from zero.
+// to[m, n] = alpha[m] * c[m, n] + sum_k a[m, k] b[k, n] for M rows and N vectors of columns. If alpha is null, the first term is zero.
 template <class Math, int M, int N, class To>
 __attribute__((always_inline)) inline void product_block(const uint32_t* a, int lda, const uint32_t* b, int ldb, const Sums& c, int steps, const float* alpha, const To& to,
                           Prefetcher& ahead, const uint32_t* next_rows = nullptr) {
@@ -131,7 +132,7 @@ __attribute__((always_inline)) inline void product_block(const uint32_t* a, int 
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) acc[m][n] = alpha ? load(c.c + m * c.ldc + n * VL) * alpha[m] : vf{};
     const auto step = [&](int k) {
-        if constexpr (VL < 16 && M < N) {   // sixteen registers hold the sums, one number of each row, and a column
+        if constexpr (VL < 16 && M < N) {   // sixteen registers must hold the sums, a number of a row, and a column
             for (int n = 0; n < N; n++) {
                 const vu col = *reinterpret_cast<const vu_loose*>(b + k * ldb + n * VL);
                 for (int m = 0; m < M; m++) acc[m][n] = Math::fma(acc[m][n], a[m * lda + k], col);
@@ -156,7 +157,7 @@ __attribute__((always_inline)) inline void product_block(const uint32_t* a, int 
     for (int m = 0; m < M; m++) to.put(m, acc[m]);
 }
 
-// The last rows, fewer than a register block. The code for their number is chosen here, not by a call for each.
+// The last rows, fewer than a register block. Selects the inlined product_block for their number.
 template <class Math, int N, class To, int... M>
 void product_rest(std::integer_sequence<int, M...>, const uint32_t* a, int lda, const uint32_t* b, int ldb, const Sums& c, int steps, int rows,
                   const float* alpha, const To& to, Prefetcher& ahead) {

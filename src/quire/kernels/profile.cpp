@@ -1,23 +1,24 @@
-// Attention statistics of prompts: column sums, while a prompt is computed; and afterwards the attention of its last rows to the tokens that a policy
+// Attention statistics of prompts. While a prompt is computed: column sums. Afterwards: the attention of its last rows to the tokens that a policy
 // keeps.
 //
 //     a_ij = mean of exp(s_ij - lse_i) over the query heads of a kv head,      sums_j += sum_i a_ij,      recovered = mean_i sum_j a_ij [j is kept]
 //
-// In place of sums, peaks: the largest exp(s_ij - lse_i) that any row and query head gives to a column well before it.
+// Instead of sums, a profile may record peaks: for each column, the largest exp(s_ij - lse_i) of any query head and of any row at least
+// Column.far tokens later.
 //
-// Defined by attention/profile.py; tests/kernels/test_profile_kernel.py holds the two together.
+// Defined by attention/profile.py; tests/kernels/test_profile_kernel.py compares the two.
 //
-// Attention leaves the lse of every row, so a probability needs only its score. For slices of one row attention leaves scores too; others are
-// computed again. A work item is a chunk of a path and a kv head: one panel of keys for all query rows that see it. Queries are rotated once for all
-// chunks. An item owns its page of sums and adds rows in order, so sums do not depend on the number of threads.
+// Attention stores the lse of every row, so a probability needs only its score. For slices of one row, attention stores the scores too; other scores
+// are computed again. A work item is a chunk of a path and a kv head: one panel of keys for all query rows that see the chunk. Queries are rotated
+// once for all chunks. Only one item writes a page of sums, and it adds rows in order, so sums do not depend on the number of threads.
 #include "queries.h"
 
 namespace quire {
 namespace {
 
-constexpr int BLOCK = 48;         // query rows whose probabilities are summed before they join the total: a multiple of the register block
+constexpr int BLOCK = 48;         // query rows whose probabilities are added up before they are added to the total; a multiple of the register block
 
-// The destination of product rows that see all columns: they are added to the column sums as probabilities.
+// The destination of a product's rows that see all columns: turns the scores into probabilities and adds these to the column sums.
 template <bool ROUGH>
 struct ColumnSums {
     float* sums;
@@ -29,8 +30,8 @@ struct ColumnSums {
     }
 };
 
-// The scratch of an item: keys [steps, P], scores of a block of rows, sums [P] of a block and of all; and for encoded pages the source of their
-// panels, and positions of slots.
+// The scratch of an item: keys [steps, P], scores of a block of rows, sums [P] of the block and of all rows; for encoded pages also the scratch of
+// turned_keys.
 struct Scratch {
     uint32_t* keys;
     float *scores, *part, *sums, *buffer;
@@ -47,7 +48,7 @@ Scratch scratch_of(const Plan& plan) {
     return {reinterpret_cast<uint32_t*>(at), scores, part, part + P, part + 2 * P, reinterpret_cast<uint32_t*>(part + 2 * P + buffer)};
 }
 
-// The panel of a page.
+// Makes the key panel of a page.
 template <class Math, class T>
 void make_panel(const Plan& plan, const Page& page, const Scratch& item) {
     Prefetcher none{nullptr, nullptr};
@@ -59,7 +60,7 @@ void make_panel(const Plan& plan, const Page& page, const Scratch& item) {
 struct Rows {
     const uint32_t* query;        // [rows * G, steps]
     const float* limits;          // [rows * G]
-    int position;                 // position of the first row; the others follow
+    int position;                 // position of the first row; rows are consecutive
 };
 
 // Adds the probabilities of rows [low, high), which see all of a panel, to item.sums.
@@ -79,8 +80,8 @@ void add_seen(const Plan& plan, const Rows& rows, int low, int high, const Scrat
     }
 }
 
-// Calls body(row, probabilities [P]) for the query rows of rows [low, high), in order. The panel begins at position `start`. Slots that a row does
-// not see, or that are fewer than `far` tokens before it, have probability 0 or 2^-126.
+// Calls body(row, probabilities [P]) for the query rows of rows [low, high), in order. The panel begins at position `start`. Slots that are invisible
+// to a row, or fewer than `far` tokens before it, have probability 0 or 2^-126.
 template <class Math, class Body>
 void each_row(const Plan& plan, const Rows& rows, int low, int high, int start, const Scratch& item, const Body& body, int far = 0) {
     const int steps = query_steps<Math>(plan);
@@ -97,10 +98,10 @@ void each_row(const Plan& plan, const Rows& rows, int low, int high, int start, 
     }
 }
 
-// The number of rows before a position, of `count` rows at consecutive positions from `first` on.
+// Among `count` rows at consecutive positions from `first` on, the number of rows before `position`.
 inline int rows_before(int first, int count, int position) { return position <= first ? 0 : position - first < count ? position - first : count; }
 
-// Rows [own, later) of a profile are in the chunk at `start`; rows [later, end) follow it and see some of it.
+// Rows [own, later) of a profile are in the chunk at `start`. Rows [later, end) follow the chunk and see some of its slots.
 struct SeeingRows {
     int own, later, end;
 };
@@ -110,7 +111,7 @@ inline SeeingRows seeing_rows(const Plan& plan, int position, int count, int sta
     return {rows_before(position, count, start), rows_before(position, count, start + P), end};
 }
 
-// Stores the rotated queries and the lse of a row; a second time if they are kept.
+// Stores the rotated queries and the lse of a row. If the row's queries are kept, stores them there too.
 template <class Math, class T>
 void place_row(const Plan& plan, int layer, const ProfiledRow& profiled, const T* q, int64_t q_stride) {
     const int G = plan.G, H = plan.H, D = plan.D, steps = query_steps<Math>(plan), row = profiled.row;
@@ -134,13 +135,13 @@ void place_row(const Plan& plan, int layer, const ProfiledRow& profiled, const T
     }
 }
 
-// Copies the computed keys of one head that the plan keeps.
+// Where the plan keeps the computed keys [64, D] of one page.
 inline uint8_t* kept_keys(const Plan& plan, int layer, int head, int place) {
     const int64_t bytes = static_cast<int64_t>(P) * plan.D * (plan.kind == DENSE_F32 ? 4 : 2);
     return plan.kept_keys + ((static_cast<int64_t>(layer) * plan.H + head) * plan.num_kept_pages + place) * bytes;
 }
 
-// Records the largest attention of a profile's last rows. All of these follow the chunk.
+// Records the largest attention of a profile's last rows to each slot of a chunk. All these rows follow the chunk.
 template <class Math, class T>
 void note_peaks(const Plan& plan, const Profile& profile, const Rows& all, int layer, int head, const Column& column, int start) {
     const int skipped = profile.num_rows - profile.num_peaks;
@@ -159,7 +160,7 @@ void note_peaks(const Plan& plan, const Profile& profile, const Rows& all, int l
     each_row<Math>(plan, rows, low, high, start, item, note, column.far);
 }
 
-// Adds, or records as a peak, the attention of a slice of one row to a column, from the scores that attention left.
+// Adds the attention of a slice of one row to a column, or records it as a peak. Reads the scores that attention stored.
 template <bool ROUGH>
 void add_scores(const Plan& plan, const Profile& profile, const ScoredRow& row, int head, int index, const Column& column, float* page) {
     const int position = plan.positions[profile.first_row], start = profile.start + index * P;
@@ -231,26 +232,26 @@ void profile_layer(const Plan& plan, int layer, const T* q, int64_t q_stride) {
             const int place = static_cast<int>(i / H), head = static_cast<int>(i % H);
             std::memcpy(kept_keys(plan, layer, head, place), image_of(plan, layer, head, plan.kept_chunks[place]), sizeof(T) * P * plan.D);
         });
-    // In order of position: chunks that most rows see come first, so that no large item starts last.
+    // Items are in order of position: chunks that most rows see come first, so that no large item starts last.
     parallel_for(static_cast<int64_t>(plan.num_columns) * H, 1,
                  [&](int64_t i) { sum_column<Math, T>(plan, layer, static_cast<int>(i / H), static_cast<int>(i % H)); });
 }
 
-// Recovery of one head. kept [words].
+// Recovered attention of one head (quire_recover). kept [words].
 template <class Math, class T>
 double recover(const Plan& plan, const Profile& profile, int layer, int head, const uint64_t* kept, int64_t words, int64_t local) {
     const int steps = query_steps<Math>(plan), end = plan.positions[profile.first_row] + profile.num_rows;
     const int64_t first = ((static_cast<int64_t>(layer) * plan.H + head) * plan.num_kept_rows + profile.first_kept) * plan.G;
     const Rows rows{plan.kept_queries + first * steps, plan.kept_limits + first, end - profile.num_kept};
     const Scratch item = scratch_of<Math>(plan);
-    alignas(64) float columns[P], weights[P];   // 1 for slots kept for every row, and for slots that one row keeps
+    alignas(64) float columns[P], weights[P];   // columns: 1 for slots that every row keeps; weights: 1 for slots that one row keeps
     double total = 0;
     for (int c = 0; c < profile.num_columns; c++) {
         const Column& column = plan.columns[profile.first_column + c];
         const int start = profile.start + c * P;
         const uint64_t bits = start / P < words ? kept[start / P] : 0;
         const SeeingRows who = seeing_rows(plan, rows.position, profile.num_kept, start);
-        // The local tokens of the first row begin earliest.
+        // The first row's local tokens begin earliest: if they begin after this chunk, so do those of all rows.
         if (!bits && rows.position + who.own - local + 1 >= start + P) continue;
         for (int t = 0; t < P; t++) columns[t] = static_cast<float>(bits >> t & 1);
         std::memset(item.sums, 0, sizeof(float) * P);

@@ -6,9 +6,10 @@ namespace quire {
 
 constexpr float LOG2E = 1.4426950408889634f;
 
-// The factor of scores: base 2, so that exponentials need no factor.
+// The factor of scores, 1 / sqrt(D) in base 2: so the exponentials are powers of two.
 inline float score_scale(int D) { return LOG2E / std::sqrt(static_cast<float>(D)); }
 
+// Writes x [D] as floats, or as pairs (x[2j], x[2j + 1]) of bf16.
 template <class Math>
 inline void store_operand(const float* x, int D, uint32_t* out) {
     if constexpr (Math::PAIR == 1) {
@@ -21,7 +22,7 @@ inline void store_operand(const float* x, int D, uint32_t* out) {
     }
 }
 
-// Pairs (x[j], x[j + D/2]) of bf16.
+// Writes x [D] as pairs (x[j], x[j + D/2]) of bf16.
 inline void store_halves(const float* x, int D, uint32_t* out) {
     const int half = D / 2;
     int j = 0;
@@ -31,21 +32,22 @@ inline void store_halves(const float* x, int D, uint32_t* out) {
     for (; j < half; j++) out[j] = round_bf16(x[j]) | static_cast<uint32_t>(round_bf16(x[half + j])) << 16;
 }
 
-// Number of 32-bit elements of a query row, padded to that of a key panel.
+// Number of 32-bit elements of a query row, with the padding of a key panel.
 template <class Math>
 inline int query_steps(const Plan& plan) {
     constexpr int WIDTH = VL * Math::PAIR;
     return plan.turns && Math::PAIR == 2 ? plan.D / 2 : (plan.D + WIDTH - 1) / WIDTH * VL;
 }
 
-// A rotated row x [D] in the format that matches the panels of the plan's pages. Does not write the padding.
+// Writes a rotated row x [D] in the format that matches the panels of the plan's pages. Does not write the padding.
 template <class Math>
 inline void store_query(const Plan& plan, const float* x, uint32_t* out) {
     if (Math::PAIR == 2 && plan.turns) store_halves(x, plan.D, out);
     else store_operand<Math>(x, plan.D, out);
 }
 
-// Hides, of `slots` slots from position `start` on, those that a row at `position` does not see, or that are fewer than `far` tokens before it.
+// Hides slots that are invisible to a row at `position`, and slots fewer than `far` tokens before it. scores [slots]: of the slots from position
+// `start` on.
 inline void hide_unseen(const Plan& plan, int position, int start, int slots, float* scores, int far = 0) {
     int high = position + 1 - far - start;
     high = high < 0 ? 0 : high > slots ? slots : high;

@@ -1,4 +1,4 @@
-// Token slots on their way between pages, as bits: nothing is decoded or encoded. Defined by cache/codecs/slots.py.
+// Copies token slots between pages as bits, without decoding them. Defined by cache/codecs/slots.py.
 #include "common.h"
 
 namespace quire {
@@ -6,14 +6,14 @@ namespace {
 
 enum PartKind : int32_t { RUN, KEY_LINES, VALUE_LINES };
 
-// Some bits of every slot of a page, in parts one behind the other.
+// A part of a page: it holds some bits of every slot. Parts are adjacent.
 struct Part {
     int32_t kind, size;
 };
 
 typedef uint32_t words __attribute__((vector_size(64), aligned(4), may_alias));
 
-// Puts those bits of a word that the mask names, read from bit `from` on, to where they start at bit `to`.
+// Copies the bits of `mask` from source to old: they begin at bit `from` of source, and at bit `to` of old.
 template <class Word>
 inline Word with_codes(Word old, Word source, uint32_t mask, int from, int to) {
     return (old & ~(mask << to)) | ((source >> from & mask) << to);
@@ -54,12 +54,12 @@ inline void move_values(const Part& part, const uint8_t* from, int from_slot, ui
 
 using namespace quire;
 
-// parts: those of all layouts, firsts: where each layout's begin; which: the layout of each of n moves;
-// pages and slots [2, n]: those that are read, then those that are written. A page is named by its first byte / 128.
+// Copies n slots. parts: of all layouts. firsts: index of each layout's first part. which [n]: the layout of each copy. pages, slots [2, n]: first
+// those that are read, then those that are written. The id of a page is its offset / 128.
 QUIRE_API void quire_move_slots(uint8_t* arena, const void* parts, const int32_t* firsts, const int32_t* which, const int32_t* pages,
                                 const int32_t* slots, int64_t n) {
     const int32_t *to_pages = pages + n, *to_slots = slots + n;
-    // Slots of a page share words, so each page is written by one thread; one that is read beside it has other bits there.
+    // Slots of a page share words, so only one thread writes a page. A thread may read other slots of that page meanwhile: their bits do not change.
     const int64_t shares = n < 1024 ? 1 : 4 * sharing_threads();
     parallel_for(shares, 1, [&](int64_t share) {
         for (int64_t i = 0; i < n; i++) {

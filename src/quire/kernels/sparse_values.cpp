@@ -1,14 +1,16 @@
-// Attention of decode rows that add up few values (cache.sparse_values): all keys are read, and of the values only those with the largest weights.
+// Attention of decode rows with cache.sparse_values: a row reads all keys, but only the values with the largest weights.
 //
 //     p_ij = exp(s_ij) / sum_j exp(s_ij)      over all n slots that row i sees
 //     o_i  = sum_{j in T_i} p_ij v_j          T_i: the row's own slot, and of the others the int(share * (n - 1)) with the largest scores
 //
-// Defined by attention.reference; tests/kernels/test_sparse_values.py holds the two together. Of slots with equal scores the first on the row's path
-// is taken.
+// Defined by attention.reference; tests/kernels/test_sparse_values.py compares the two. Among slots with equal scores, the first one in the sequence
+// is selected.
 //
-// A row is divided into pieces, and which slots it takes depends on all of them. So there are three loops, each over all items before the next: the
-// scores of each piece, left in a buffer; the choice of each row and query head, which turns scores into weights; and the values of each piece. A
-// page of which no row of a piece takes a slot is skipped there. The weights are final, so the parts of a row are added, not merged.
+// A row is divided into pieces, and its selection depends on the scores of all of them. So there are three parallel loops, one after the other:
+// - for each piece and kv head, compute the scores and store them in a buffer;
+// - for each row and query head, select slots and turn scores into weights;
+// - for each piece and kv head, add up the selected values. Pages without a selected slot are skipped.
+// The weights are already normalised, so the partial outputs of a row are added, not merged by their lse.
 #include <algorithm>
 
 #include "items.h"
@@ -16,18 +18,18 @@
 namespace quire {
 namespace {
 
-constexpr int32_t NEVER = INT32_MIN;   // order of a slot that is not to be chosen
+constexpr int32_t NEVER = INT32_MIN;   // order of a slot that must not be selected
 
 inline int64_t heads_of(const Plan& plan) { return static_cast<int64_t>(plan.H) * plan.G; }
 
-// Of a row, query head and column, where its scores begin. Those of the pages' slots are there, divided by the slots of a page.
+// Index of the first score in Plan.sparse_scores of a row, query head and column. The index in Plan.sparse_slots is this, divided by P.
 inline int64_t place_of(const Plan& plan, const SparseRow& row, int64_t query_head, int64_t column) {
     return row.first * heads_of(plan) + (query_head * row.num_columns + column) * P;
 }
 
 inline int64_t column_of(const Piece& piece, const SparseRow& row, int c) { return (piece.start - row.start) / P + c; }
 
-// The slots of a page that a row at `position` sees.
+// The slots of a page that are visible to a row at `position`, as bits.
 inline uint64_t seen_by(const Plan& plan, const Page& page, int position) {
     if (page.positions) return page.mask;
     const auto below = [](int count) { return count >= P ? ALL_SLOTS : count <= 0 ? 0 : (1ull << count) - 1; };
@@ -38,7 +40,7 @@ inline uint64_t seen_by(const Plan& plan, const Page& page, int position) {
 
 // ---- scores ---------------------------------------------------------------------------------------------------------------------------
 
-// Leaves the scores of a piece's rows, in base 2, and which slots they see.
+// Stores the scores of a piece's rows in base 2, and the slots that are visible to them.
 template <class Math, class T>
 void score_item(const Plan& plan, int layer, const Piece& piece, int head, const T* q, int64_t q_stride) {
     if (plan.decode && plan.positions[piece.first_row] < piece.start + piece.num_chunks * P) write_row<T>(plan, layer, piece.first_row, head);
@@ -88,7 +90,7 @@ void score_item(const Plan& plan, int layer, const Piece& piece, int head, const
     }
 }
 
-// ---- the choice -----------------------------------------------------------------------------------------------------------------------
+// ---- selection ------------------------------------------------------------------------------------------------------------------------
 
 inline vi load_order(const int32_t* order) {
     vi found;
@@ -96,7 +98,7 @@ inline vi load_order(const int32_t* order) {
     return found;
 }
 
-// How many numbers of a whole number of pages are at least `least`.
+// Counts the elements of order [count] that are at least `least`. count: a multiple of P.
 inline int64_t at_least(const int32_t* order, int64_t count, int32_t least) {
     vi found{};
     for (int64_t i = 0; i < count; i += VL) found -= load_order(order + i) >= least;
@@ -105,9 +107,10 @@ inline int64_t at_least(const int32_t* order, int64_t count, int32_t least) {
     return total;
 }
 
-// Chooses the `wanted` largest of the slots in `slots` [columns], which is fewer than all of them; of equal ones the first.
+// Selects the `wanted` largest elements of order [columns, P]; among equal ones, the first. slots [columns]: the selected slots, as bits. `wanted` is
+// smaller than the number of visible slots.
 void choose(const int32_t* order, int64_t columns, int64_t wanted, uint64_t* slots) {
-    // The largest `low` that so many are at least: by bisection, or earlier if there are exactly so many.
+    // Bisection finds the largest `low` with at least `wanted` elements >= low. It ends early if there are exactly `wanted`.
     int32_t least = INT32_MAX, most = NEVER;
     for (int64_t c = 0; c < columns; c++)
         for (int t = 0; t < P; t++) {
@@ -122,7 +125,7 @@ void choose(const int32_t* order, int64_t columns, int64_t wanted, uint64_t* slo
         else high = middle;
         if (count == wanted) break;
     }
-    int64_t left = wanted;   // for those that equal `low`
+    int64_t left = wanted;   // number of elements equal to `low` that are selected
     if (wanted && low < INT32_MAX) left -= at_least(order, columns * P, static_cast<int32_t>(low) + 1);
     for (int64_t c = 0; c < columns; c++) {
         uint64_t above = 0, equal = 0;
@@ -135,7 +138,7 @@ void choose(const int32_t* order, int64_t columns, int64_t wanted, uint64_t* slo
     }
 }
 
-// Turns the scores of a row in a query head into weights, and leaves of the slots that it sees those that it takes.
+// Selects the slots of one row and query head, and replaces its scores by weights.
 void choose_slots(const Plan& plan, int index, int query_head) {
     const SparseRow& row = plan.sparse_rows[index];
     const int position = plan.positions[index], slot = position % P;
@@ -156,7 +159,7 @@ void choose_slots(const Plan& plan, int index, int query_head) {
 
     const int64_t wanted = row.reads_all ? seen - 1 : static_cast<int64_t>(plan.sparse_values * static_cast<double>(seen - 1));
     if (wanted < seen - 1) {
-        // Order of floats as that of integers; 0 makes one zero of both.
+        // Maps floats to integers of the same order. Adding 0 turns -0 into +0.
         auto* order = static_cast<int32_t*>(thread_scratch(columns * P * 4));
         for (int64_t c = 0; c < columns; c++)
             for (int t = 0; t < P; t++) {
@@ -176,7 +179,7 @@ void choose_slots(const Plan& plan, int index, int query_head) {
 
 // ---- values ---------------------------------------------------------------------------------------------------------------------------
 
-// Values T [P, D] as they lie in a page. Whole vectors of a row are columns below `whole`.
+// Values T [P, D] of a dense page. whole: D rounded down to VL; later columns are read one by one.
 template <class T>
 struct StoredValues {
     const T* v;
@@ -209,7 +212,7 @@ inline void add_parts(const Values& values, int d, uint64_t slots, const float* 
     for (int n = 0; n < N; n++) store(sums + d + n * VL, acc[n]);
 }
 
-// Adds to sums [D] the values of some slots of a page, weighted [P].
+// sums [D] += weights[t] * values[t] for the given slots t of a page. weights [P].
 template <class Values>
 void add_values(const Values& values, int D, uint64_t slots, const float* weights, float* sums) {
     int d = 0;
@@ -226,7 +229,7 @@ inline void count_values(const Plan& plan, int head, int32_t chunk, int64_t slot
     __atomic_fetch_add(at + 1, static_cast<int32_t>(slots), __ATOMIC_RELAXED);
 }
 
-// Adds up the values that a piece's rows take: writes the output itself, or a part of it.
+// Adds up the selected values of a piece's rows. Writes the output, or a partial output if the row has several pieces.
 template <class Math, class T>
 void value_item(const Plan& plan, int layer, const Piece& piece, int head, T* out) {
     const int G = plan.G, D = plan.D, rows = piece.num_rows * G, columns = (D + VL - 1) / VL * VL;

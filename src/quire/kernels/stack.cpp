@@ -2,8 +2,8 @@
 //
 //     q, k, v = qkv(x);  x = norm(residual += o(attend(q)));  x = norm(residual += down(gated(x)))
 //
-// A decode step has seven operations per layer, of 5 to 40 us each. A call from Python costs 3 to 5 us, a parallel region 1 to 2. All threads run
-// this code side by side and share the loops inside the kernels.
+// A decode step has seven operations per layer, of 5 to 40 us each. A call from Python costs 3 to 5 us, a parallel region 1 to 2 us. So all threads
+// run this code in one region, and share the loops inside the kernels.
 #include "attention.h"
 #include "linear.h"
 

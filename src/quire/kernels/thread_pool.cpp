@@ -20,10 +20,11 @@ namespace {
 
 int num_threads = 1, setting = 1;
 
-constexpr int64_t LEAST_PAUSE = 40000000, MOST_PAUSE = 16 * LEAST_PAUSE;   // ticks without a thread: 10 to 30 ms, and up to half a second
-constexpr int64_t TRIAL = MOST_PAUSE;   // ticks without lateness before a thread is back: a thread that slept first keeps its core for a few slices
+constexpr int64_t LEAST_PAUSE = 40000000, MOST_PAUSE = 16 * LEAST_PAUSE;   // ticks for which a thread is left out: 10 to 30 ms, up to half a second
+constexpr int64_t TRIAL = MOST_PAUSE;   // ticks without lateness before a thread is used again: after sleep, a thread keeps its core for a few slices
 
-// The threads of the calling thread's loops: all, those left out, the time to try one more, and the length of the pause before that.
+// The threads of the calling thread's loops. setting: number of the call of quire_threads. threads: all. left_out: number of unused ones. retry_at:
+// the time at which one more is tried. pause: ticks from a late loop to retry_at.
 struct ThreadPool {
     int setting, threads, left_out;
     int64_t retry_at, pause;
@@ -32,16 +33,16 @@ thread_local ThreadPool pool{};
 
 #if defined(__linux__)
 constexpr int64_t TURN = 1500000;              // ticks of a helper's turn, about half a millisecond
-constexpr int64_t IDLE = TURN / 4;             // ticks without a region after which its turn ends early
-constexpr long NAP = 500000, LONG_NAP = 16 * NAP;   // nanoseconds of sleep after a turn; at most, if it is interrupted nevertheless
+constexpr int64_t IDLE = TURN / 4;             // ticks without a region after which a turn ends early
+constexpr long NAP = 500000, LONG_NAP = 16 * NAP;   // nanoseconds of sleep after a turn; and the most, if the helper is interrupted nevertheless
 
 struct Helper {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t asked = PTHREAD_COND_INITIALIZER;
     bool started = false;             // whether the thread exists
     void (*run)(void*) = nullptr;     // null: no caller needs help
-    void *data = nullptr, *inside = nullptr;   // argument of run; argument of the run that the thread is in
-    cpu_set_t cores{};                // the caller's cores without the one it runs on
+    void *data = nullptr, *inside = nullptr;   // argument for run; argument of the call that the thread is in
+    cpu_set_t cores{};                // the caller's cores, without the core that the caller runs on
 } helper;
 
 // Runs the current work once, if there is any.
@@ -71,18 +72,19 @@ void* helper_main(void*) {
             if (!__atomic_load_n(&helper.run, __ATOMIC_RELAXED)) Region::rest(0);
             else run_helper_once(until), last = ticks();
         }
-        // If it was interrupted, its caller waited for it, so it takes less of the core. Its share depends on the core's other users.
+        // If the helper was interrupted, its caller waited for it. So it sleeps longer, to take less of the core. How
+        // long it must sleep depends on the core's other users.
         if (was_preempted()) nap.tv_nsec = 2 * nap.tv_nsec < LONG_NAP ? 2 * nap.tv_nsec : LONG_NAP;
         else if (nap.tv_nsec > NAP) nap.tv_nsec -= nap.tv_nsec / 8;
     }
 }
 
 bool start_helper() {
-    // In a forked process this thread does not exist, and its lock is free.
+    // A forked process lacks the helper thread. So it begins with a new Helper, whose lock is free.
     static bool has_fork_handler = false;
     if (!has_fork_handler && pthread_atfork(nullptr, nullptr, [] { new (&helper) Helper; }) != 0) return false;
     has_fork_handler = true;
-    // This thread takes no signals of the process.
+    // The helper thread handles no signals of the process.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -125,7 +127,7 @@ bool helper_joins_loop(int64_t loop) {
         const int64_t now = static_cast<int64_t>(state >> 16);
         if (now > loop) return false;
         if (ticks() > member.until) member.role = Role::DONE;
-        // Joins as one more thread to wait for, unless all have reached the loop's end, or none has reached the loop.
+        // Joins as one more member that others wait for, unless all members have reached the loop's end, or no member has reached the loop.
         else if (now < loop || (state & 0xffff) == 0) Region::rest(0);
         else if (__atomic_compare_exchange_n(&region.state, &state, state + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) return true;
     }
@@ -178,7 +180,7 @@ void Region::rest(int spins) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
-    // On a busy machine, the awaited thread may need this core. A helper does not yield: it would lose the rest of its slice for nothing.
+    // On a busy machine, the awaited thread may need this core. A helper does not yield, because it would lose the rest of its slice.
     if (spins >= 1000 && member.role == Role::BASE) sched_yield();
 }
 
@@ -201,7 +203,7 @@ void* thread_scratch(size_t bytes) {
 
 using namespace quire;
 
-// Number of threads that the calling thread's loops currently leave out.
+// Number of threads that the calling thread's loops currently do not use.
 QUIRE_API int quire_left_out() { return pool.setting == __atomic_load_n(&setting, __ATOMIC_ACQUIRE) ? pool.left_out : 0; }
 
 // parallel, count_threads: addresses of GOMP_parallel and omp_get_num_threads, or null for one thread.

@@ -3,14 +3,14 @@
 // No OpenMP is linked: the process already has torch's thread pool, and a second pool would compete with it for the cores. The loader passes torch's
 // own GOMP_parallel in as a function pointer.
 //
-// A loop ends when all its items are done. If another program takes the core of one thread, the others wait for it, several milliseconds at a time:
-// as long as a whole decode step. After a long wait during which a thread lost its core, as the system counts (Linux), the loops use one thread fewer
-// for a while. Two threads that share a core wait for each other in turns, for shorter times but always.
+// A loop ends when all its items are done. If another program takes the core of one thread, the other threads wait for this thread, several
+// milliseconds at a time: as long as a whole decode step. So after a long wait during which a thread lost its core (counted by Linux), loops use one
+// thread fewer for a while. Two threads that share a core wait for each other in turns: for shorter times, but always.
 //
-// A caller that is then alone gets a helper, a thread of ours that otherwise sleeps. It works in short turns, in the time that the other program
-// leaves on the helper's core. A thread that sleeps in between and takes less than its share is rarely interrupted, so its items are done in time.
-// The helper joins a running loop. It leaves when there are no more items or its turn is over. Only that loop waits for it, and the end of the region
-// while it is inside.
+// If the calling thread is then alone, it gets a helper: a thread of our own that otherwise sleeps. The helper works in short turns, in the time that
+// the other program leaves on the helper's core. A thread that sleeps between turns, and takes less than its share of the core, is rarely
+// interrupted, so its items are done in time. The helper joins a running loop. It leaves the loop when there are no more items or its turn is over.
+// The loop waits for the helper, and so does the end of the region if the helper is still inside.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -37,7 +37,8 @@ inline int64_t ticks() {
 
 constexpr int64_t USUAL_WAIT = 50000;   // ticks, 10 to 30 us, that a thread ordinarily waits for others at the end of a loop
 
-// The number of threads for the calling thread's next loop; and the report after it: the number used, and whether one was late.
+// pool_threads: the number of threads for the calling thread's next loop.
+// report_loop: to be called after the loop, with the number of threads used and whether a thread was late.
 int pool_threads();
 void report_loop(int threads, bool late);
 
@@ -47,15 +48,15 @@ bool is_alone();
 // Whether the calling thread lost its core to another thread since the last call.
 bool was_preempted();
 
-// Threads that run the same code side by side and share its loops, such as a whole stack of layers in one parallel region. Entering and leaving a
-// region costs 1 to 2 us, and a decode step has more than two hundred loops.
+// A parallel region: its threads all run the same code, such as a stack of layers, and share the loops in this code. Entering and leaving a region
+// costs 1 to 2 us, and a decode step has more than two hundred loops, so the whole stack is one region.
 struct Region {
-    int base;                        // members from the beginning to the end
+    int base;                        // number of base members: threads that are in the region from its beginning to its end
     bool helped;                     // whether a helper may join
     int64_t late;                    // ticks of all long waits
-    alignas(64) uint64_t state;      // the current loop; in the low 16 bits the number of its members that have not reached its end
+    alignas(64) uint64_t state;      // high bits: number of the current loop; low 16 bits: number of its members that have not reached its end
     alignas(64) int64_t over;        // number of ended loops. Waiting members read it; it is separate from what arriving members write
-    alignas(64) int64_t taken[64];   // items of each loop handed out after the first of each base member; a ring
+    alignas(64) int64_t taken[64];   // ring, per loop: number of items handed out, without the first item of each base member
 
     // To be called by every base member, with the same number.
     void open(int members) {
@@ -64,8 +65,8 @@ struct Region {
         __atomic_compare_exchange_n(&state, &none, static_cast<uint64_t>(members), false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
     }
 
-    // Reports that the calling thread has reached the end of its loop. The last thread clears the counter of two loops ahead: no thread can be there
-    // yet, and none is still in the loop that used it before. Returns the loop, or -1 if it is over.
+    // Reports that the calling thread has reached the end of its loop. The last thread clears the item counter of the loop after the next: no thread
+    // can be in that loop yet, and none is still in the loop that used the counter before. Returns the number of the loop, or -1 if it is over.
     int64_t arrive() {
         const uint64_t left = __atomic_sub_fetch(&state, 1, __ATOMIC_ACQ_REL);
         const int64_t now = static_cast<int64_t>(left >> 16);
@@ -88,11 +89,12 @@ struct Region {
     static void rest(int spins);
 };
 
-// A helper enters one loop after the other until its turn is over, and then skips the rest.
+// BASE: in the region from beginning to end. HELPER: enters one loop after the other until its turn is over. DONE: a helper after its turn; it skips
+// the remaining loops.
 enum class Role : char { BASE, HELPER, DONE };
 
-// The calling thread's region, if any; its number there; the number of loops it has begun there; the end of its last parallel region; and the end of a
-// helper's turn.
+// The calling thread's place in a region. region: null outside of regions. id: its number there. loop: number of loops it has begun there. done: the
+// time when its last region ended. until: the end of a helper's turn. Times are in ticks.
 struct Member {
     Region* region;
     int id;
@@ -109,8 +111,9 @@ bool helper_joins_loop(int64_t loop);
 bool acquire_helper(void (*run)(void*), void* data);
 void release_helper(void* data);
 
-// Runs run(data) on threads of the pool, including the caller. They write `late`, the ticks of long waits inside, and `preempted`, whether one lost
-// its core. Waits count only from an eighth of the time on: a short wait in a prompt of half a second is no reason to compute the next one alone.
+// Runs run(data) on threads of the pool, including the caller. The threads write `late`, the ticks of long waits inside, and `preempted`, whether a
+// thread lost its core. Waits count only if they took more than an eighth of the time: after a short wait in a prompt of half a second, the next
+// prompt should not be computed by fewer threads.
 inline void run_parallel(void (*run)(void*), void* data, int threads, const int64_t& late, const int& preempted) {
     const int64_t began = ticks();
     gomp_parallel(run, data, static_cast<unsigned>(threads), 0);
@@ -124,8 +127,8 @@ inline void leave_region(int& preempted) {
     member = {nullptr, 0, Role::BASE, 0, ticks(), 0};
 }
 
-// Runs work() on every thread of a region, which shares its loops. A helper may call it repeatedly from the start: code between loops must only read
-// data that the region does not change.
+// Runs work() on every thread of a region; the threads share the loops in it. A helper may run work() several times from its start, so code between
+// loops must only read data that the region does not change.
 template <class Work>
 inline void run_region(const Work& work) {
     struct Task {
@@ -163,7 +166,7 @@ inline void run_region(const Work& work) {
 // Hands out the items 0, ..., count - 1 of one loop to the threads that share it. next() returns an item, or a number past the end.
 struct Items {
     int64_t* taken;
-    int64_t first, step;   // the calling thread's own first item, or -1; and the number of such items
+    int64_t first, step;   // first: the calling thread's own first item, or -1. step: the number of base members, which all have such an item
     int64_t until;         // if not 0, no more items are handed out after this time
     int64_t next() {
         const int64_t own = first;

@@ -3,7 +3,7 @@
     o_i = sum_j softmax_j(q_i . k_j / sqrt(D)) v_j        over the stored positions j with i - window < j <= i
 
 A program computes one piece (see `layout`) for one kv head. The piece's rows x G queries are one tensor-core tile, and
-each page of its run of chunks is read once for the whole tile. A step launches the tall pieces, then the short ones:
+each page of its chunks is read once for the whole tile. A step launches the tall pieces, then the short ones:
 
 chunk-first     the rows of several sequences over a run of chunks that they share. The piece stores partials, (o, lse)
                 of each row, and merges nothing.
@@ -18,11 +18,11 @@ In a decode step (APPEND) the program that reads a row's open chunk also rotates
 and attends to them from registers. So there is no separate launch for the write, and the new token is not read back.
 
 With retention, a head may lack pages or see only some slots of a page. A mask of 64 bits per page says which slots are
-visible. Hidden slots are neither loaded nor seen.
+visible. Hidden slots are neither loaded nor attended to.
 
 This kernel reads dense pages only. If sealed chunks are encoded, `kernels.encoded` takes its place.
 
-Defined by attention.reference; tests/kernels/triton_interpreter and tests/gpu hold the two together.
+Defined by attention.reference; tests/kernels/triton_interpreter and tests/gpu compare the two.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -33,14 +33,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def load_rotated(
-    x,            # elements; tile rows start at x + offset
+    x,            # elements; each row of the tile starts at x + offset
     offset,       # i64 [ROWS]
     valid,        # i1 [ROWS]
     cos, sin,     # f32 [positions, D / 2]
     position,     # i32 [ROWS]
     D: tl.constexpr, DP: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of D channels as f32 [ROWS, DP], rotated: halves (a, b) -> (a cos - b sin, b cos + a sin); zero outside."""
+    """Loads rows of D channels as f32 [ROWS, DP], rotated: halves (a, b) -> (a cos - b sin, b cos + a sin). Elements
+    outside are zero.
+    """
     HALF: tl.constexpr = D // 2
     d = tl.arange(0, DP)
     mask = valid[:, None] & (d < D)[None, :]
@@ -63,7 +65,7 @@ def is_seen(
     mask,   # i64
     slots,  # i32, of any shape, below 64
 ):  # fmt: skip
-    """Whether a page's mask shows the slots, i1. Computed in 32-bit words, like the tile's other numbers."""
+    """Whether the slots are visible in a page's mask, i1. Computed in 32-bit words, like the tile's other numbers."""
     word = tl.where(slots < 32, mask.to(tl.int32), (mask >> 32).to(tl.int32))
     return (word >> (slots & 31) & 1) != 0
 
@@ -107,9 +109,9 @@ def attend(
     ROWS: tl.constexpr,    # tile of query rows x G, a power of two, >= 16 for the tensor cores
     UNIT: tl.constexpr,    # page elements in 128 bytes
     SCALE: tl.constexpr,   # log2(e) / sqrt(D)
-    WINDOW: tl.constexpr,  # positions a row sees; 0 sees all
+    WINDOW: tl.constexpr,  # number of positions that a row sees; 0: all
     ROTATE: tl.constexpr, APPEND: tl.constexpr,
-    SEEDED: tl.constexpr,  # pieces may have partials of the launch before
+    SEEDED: tl.constexpr,  # pieces may have partials from the launch before
     OVERLAPS: tl.constexpr,  # the second launch of a decode step begins during the first one
 ):  # fmt: skip
     """Grid [H, n]: heads vary fastest, so that the no-op pieces of a padded plan come last."""
@@ -163,12 +165,12 @@ def attend(
 
 @triton.jit
 def load_queries(
-    q, positions, first_row, num_rows, q_stride, cos, sin,  # as of `attend`, and a piece's rows
+    q, positions, first_row, num_rows, q_stride, cos, sin,  # as in `attend`, and a piece's rows
     head,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, SCALE: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """The queries of a piece, scaled, [ROWS, DP]; which rows of the tile it has, i1 [ROWS]; their positions, -1
-    elsewhere; and where they start in q, i64.
+    """Returns the scaled queries of a piece, [ROWS, DP]; which rows of the tile are in use, i1 [ROWS]; their positions,
+    -1 for unused rows; and their offsets in q, i64.
     """
     m = tl.arange(0, ROWS)
     valid = m < num_rows * G
@@ -181,18 +183,18 @@ def load_queries(
 
 @triton.jit
 def append_token(
-    query,                      # as of `load_queries`, of one row
+    query,                      # as in `load_queries`, of one row
     new_k, new_v,
-    place,                      # where the key goes
+    place,                      # address of the key's slot
     holds,                      # i1 [1], whether this program reads the row's own chunk
-    opens,                      # i1 [ROWS], the same for each query
+    opens,                      # i1 [ROWS], `holds` for each query
     end,                        # the row's position
     row, k_stride, v_stride, cos, sin, head,
     D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, ROTATE: tl.constexpr,
     KEEPS_ROTATED: tl.constexpr,  # whether pages hold rotated keys
 ):  # fmt: skip
-    """Stores a row's new key and value. Returns maximum, sum and weighted sum over this token; -inf and zeros if it is
-    not held.
+    """Stores a row's new key and value. Returns maximum, sum and weighted sum over this token; -inf and zeros if this
+    program does not read the row's own chunk.
     """
     TYPE: tl.constexpr = query.dtype
     d = tl.arange(0, DP)
@@ -219,7 +221,7 @@ def attend_pages(
     end,  # the first position that is not stored yet
     arena,
     entry, mask_entry,  # of chunk 0 in this layer and head, in the table and in masks; None: no masks
-    reads, chunk_ids, num_chunks, start, head,  # as of `attend`, and a piece's chunks
+    reads, chunk_ids, num_chunks, start, head,  # as in `attend`, and a piece's chunks
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, UNIT: tl.constexpr,
     WINDOW: tl.constexpr, APPEND: tl.constexpr,
 ):  # fmt: skip
@@ -278,14 +280,14 @@ def leave(
     out, first_row, num_rows,
     slot,               # first partial slot, or -1: writes the output
     parts, num_parts,   # entries of the block's parts; 0: not merged in this launch
-    top, total, acc,    # maximum f32 [ROWS], sum [ROWS] and weighted sum [ROWS, DP] over what the piece read
+    top, total, acc,    # maximum f32 [ROWS], sum [ROWS] and weighted sum [ROWS, DP] over the tokens of the piece
     partial_o, partial_lse, arrivals,
     row_lse,            # f32 [R, H, G], or None
     head,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Stores a piece's result: its rows of the output, and of `row_lse` if given; or partials. The last part of a block
-    to arrive also merges all parts and stores the block's output.
+    """Stores a piece's result: its rows of the output, and of `row_lse` if given; or partials. The last part
+    of a block to finish also merges all parts and stores the block's output.
     """
     m = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
@@ -309,7 +311,7 @@ def leave(
         tl.store(partial_o + first_head * D + channels, o, mask=mask)
         tl.store(partial_lse + first_head + heads, lse, mask=valid)
         if num_parts > 0:
-            # The block's first slot counts arrivals. The barrier orders every thread's stores before the one thread's
+            # The block's first slot counts arrivals. The barrier orders the stores of all threads before one thread's
             # release; its acquire covers the loads below.
             arrival = arrivals + tl.load(parts).to(tl.int64) * H + head
             tl.debug_barrier()

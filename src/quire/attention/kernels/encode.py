@@ -79,11 +79,11 @@ def source_of(
 
 @triton.jit(do_not_specialize=["first_layer", "staged"])
 def encode_nuq(
-    arena, words, halves, octets,   # as of `attend_encoded`
+    arena, words, halves, octets,   # as in `attend_encoded`
     table, sidecars,                # i32 [C, L, H], [C]
     seals,                          # i32 [n, 2]: full chunk, chunk it is encoded into
     staged,                         # page id of the first staged page
-    heads, pairs,                   # as of `attend_encoded`
+    heads, pairs,                   # as in `attend_encoded`
     key_edges, key_books,           # f32 [L, H, D, 32]; edges past a width are +inf
     key_weight,                     # f32 [L, H, D]
     value_edges, value_books,       # f32 [L, H, 32]; edges past the width are 0
@@ -204,7 +204,7 @@ def channel_of(
 def value_outliers(
     arena,
     of_values,  # i64 [P], where the slots' values start
-    encoded,    # as of `encode_keys`
+    encoded,    # as in `encode_keys`
     count,      # number of slots for channels
     D: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
@@ -230,7 +230,7 @@ def value_outliers(
 
 @triton.jit
 def value_range(
-    arena, of_values, encoded, channel_0, channel_1, count,  # as of `value_outliers`, and its result
+    arena, of_values, encoded, channel_0, channel_1, count,  # as in `value_outliers`, and its result
     edges, num_edges, book,                        # of one head
     D: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
@@ -276,7 +276,7 @@ def value_range(
 
 @triton.jit
 def encode_values(
-    arena, of_values, encoded, channel_0, channel_1,  # as of `value_outliers`, and its result
+    arena, of_values, encoded, channel_0, channel_1,  # as in `value_outliers`, and its result
     s, z,         # f32 [P], scale and shift
     edges, book,  # of one head
     bits,

@@ -15,7 +15,7 @@ With retention, a head may lack pages or see only some slots of a page, and a pa
 the sequence. Such a page has a position for each slot; then p0 is 0, and every key has its own angle. Steps that read
 through masks load angles for every page.
 
-Defined by attention.reference; tests/kernels/triton_interpreter and tests/gpu hold the two together.
+Defined by attention.reference; tests/kernels/triton_interpreter and tests/gpu compare the two.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -62,7 +62,7 @@ def turned(first, second, cos, sin):
 @triton.jit
 def turns_of(
     words,  # the arena as i32
-    slot_positions, bases,  # as of `attend_encoded`
+    slot_positions, bases,  # as in `attend_encoded`
     chunk,  # i64
     layer_head,
     start,  # first position of the chunk by its index in the path
@@ -129,9 +129,9 @@ def attend_encoded(
     value_books,    # f32 [L, H, 32]
     positions,      # i32 [R]
     indices,        # i32, chunk ids
-    pieces,         # i32 [n, 12]: as of `attend`; its chunks are encoded, and the last two columns are first index and
+    pieces,         # i32 [n, 12]: as in `attend`; its chunks are encoded, and the last two columns are first index and
                     # number of the dense chunks that follow them
-    entries, partial_o, partial_lse, arrivals, lse,  # as of `attend`
+    entries, partial_o, partial_lse, arrivals, lse,  # as in `attend`
     reads,          # i32 [C, H], or None: every page read adds 1
     staged,         # page id of the first staged page
     layer, q_stride, k_stride, v_stride,
@@ -237,10 +237,10 @@ def shared_by_pages(
 
 @triton.jit
 def attend_encoded_pages(
-    q, q_row, valid, position, end,  # as of `load_queries`, and the first unwritten position
+    q, q_row, valid, position, end,  # as in `load_queries`, and the first unwritten position
     words, table, masks, slot_positions, bases, cos, sin, turns, heads, pairs, key_books, value_books, reads,
     chunk_ids, num_chunks, start,    # a piece's chunks
-    first_mask, num_exact,           # as of `first_chunk_of`
+    first_mask, num_exact,           # as in `first_chunk_of`
     layer_head, head,
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr,
     ROWS: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, KIND: tl.constexpr,
@@ -289,7 +289,7 @@ def attend_encoded_pages(
 def attend_page(
     top, total, acc, first_query, second_query, position, end,
     words, page,                # the arena as i32, and the page's id, i64
-    order, of_keys, of_values,  # as of `shared_by_pages`
+    order, of_keys, of_values,  # as in `shared_by_pages`
     masks, slot_positions, bases, cos, sin, turns,
     chunk_id,                   # where the page's chunk is named
     i, page_start,              # index in the piece, and position by the index in the path
@@ -373,7 +373,7 @@ def add_values(
 
 @triton.jit
 def slot_angles(
-    words, masks, slot_positions, bases, cos, sin, turns, chunk_id, layer_head, start, order,  # as of `attend_page`
+    words, masks, slot_positions, bases, cos, sin, turns, chunk_id, layer_head, start, order,  # as in `attend_page`
     ROW: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """The base position of a page's keys, i32, and cosines and sines of the slots' offsets from it, f32 [HP, P]."""
@@ -415,7 +415,7 @@ def append_to_own(
 @triton.jit
 def attend_exact(
     top, total, acc, query, position, end, arena, table, reads,
-    side, num_exact, first_mask,   # as of `first_chunk_of`
+    side, num_exact, first_mask,   # as in `first_chunk_of`
     own_ids, num_own, own_start,   # the dense chunks, and the position of the first one
     cos, sin, layer_head, head, staged,
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr,

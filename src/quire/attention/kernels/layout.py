@@ -184,7 +184,7 @@ def lay_out(
 class _StepRows:
     """The slices of a step as arrays.
 
-    starts, counts, num_dropped  int64 [slices], as of `RowSlice`
+    starts, counts, num_dropped  int64 [slices], as in `RowSlice`
     lengths   int64 [slices], chunks of each path up to its last row
     paths     int64 [slices], index of the first chunk of each path
     own       int64 [slices], index of the first chunk that each slice writes: inside its path, or in the lists that
@@ -254,7 +254,7 @@ def _name_partials(
     common: NDArray[np.int32],
     num_common: int,
 ) -> tuple[NDArray[np.int32], int]:
-    """Sets the partial slots that pieces leave and add. Returns the entries, and the number of used slots.
+    """Sets the partial slots that pieces store and add. Returns the entries, and the number of used slots.
 
     owner       the block of each piece
     parts       number of pieces of each block
@@ -276,8 +276,8 @@ def _name_partials(
 
 
 _BLOCK_INTS = 7
-"""Columns of a block: a piece's first five, with the position in chunks and all chunks counted; if sealed chunks are
-encoded, first index and number of the chunks that its rows write."""
+"""Columns of a block: a piece's first five, but its position is in chunks, and it counts all chunks; if sealed chunks
+are encoded, first index and number of the chunks that its rows write."""
 
 _NO_BLOCKS = np.empty((0, _BLOCK_INTS), np.int64)
 
@@ -291,8 +291,8 @@ def _blocks(
     window: int | None,
     encodes: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
-    """Cuts the rows of each slice into blocks, in order of rows, still without own chunks. Returns them, which of them
-    are tall, and their slices.
+    """Cuts the rows of each slice into blocks, in order of rows. Their own chunks are added later. Returns the blocks,
+    which blocks are tall, and the slice of each block.
     """
     ends = starts + counts
     is_tall = counts > tiles.short_rows

@@ -4,17 +4,18 @@ prompt's last rows to the tokens that a policy keeps.
     a_ij = mean of exp(s_ij - lse_i) over the query heads of a kv head
     sums_j += sum_i a_ij,      recovered = mean_i sum_j a_ij [j is kept]
 
-Peaks replace sums within a budget: the largest exp(s_ij - lse_i) of any row and query head for a column well before it.
+With a budget, peaks replace sums: for each token, the largest exp(s_ij - lse_i) of any query head and of any row that
+follows the token by enough tokens.
 
 Attention stores the lse of every row, so a probability needs only its score, which is computed again. A column here is
 a chunk of a path: one page of keys, rotated once for all rows that see it. One program owns a page of sums and adds its
 rows in order, so sums do not depend on the order in which programs run.
 
-If sealed chunks are encoded, rows before some position see a chunk as it was computed, in a dense page of its own or in
-a staged one. All others see it as stored; `encoded.turns_of` gives the positions of its slots. Here, queries and keys
-are both rotated by their positions.
+If sealed chunks are encoded, rows before some position read a chunk as it was computed, in a dense page of its own or
+in a staged one. Later rows read it as stored; `encoded.turns_of` gives the positions of its slots. Here, queries and
+keys are both rotated by their positions.
 
-Defined by attention/profile.py; tests/kernels/triton_interpreter and tests/gpu hold the two together.
+Defined by attention/profile.py; tests/kernels/triton_interpreter and tests/gpu compare the two.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -27,13 +28,14 @@ from quire.attention.kernels.tiles import NUQ, decoded_keys, nuq_keys
 from quire.attention.kernels.write import dense_page
 
 COLUMN_INTS: tl.constexpr = tl.constexpr(8)
-"""Fields of a column: first query row that counts; rows; the chunk as computed, or ~ its number among staged chunks;
-the chunk as stored; row of the chunk table with its sums; position of its first slot; tokens by which a row must follow
-a slot for its peak, or -1 for sums; position from which on rows see it as stored."""
+"""Fields of a column: first query row that counts; number of rows; id of the chunk as computed, or ~i for staged chunk
+i; id of the chunk as stored; row of the chunk table with its sums; position of its first slot; number of tokens by
+which a row must follow a slot to count for its peak, or -1 for sums; first position whose row reads the chunk as
+stored."""
 
 KEPT_INTS: tl.constexpr = tl.constexpr(3)
-"""Fields of a chunk that kept rows see: the chunk as computed, or ~ its number among the kept keys; the chunk as
-stored; position from which on rows see it as stored."""
+"""Fields of a chunk that kept rows see: id of the chunk as computed, or ~i for page i of the kept keys; id of the chunk
+as stored; first position whose row reads the chunk as stored."""
 
 NO_CODES: tl.constexpr = tl.constexpr(0)
 """Kernel id if no page is encoded."""
@@ -107,7 +109,7 @@ def dense_keys(
     arena, page, written, cos, sin, at,
     D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """The keys of a dense page, [DP, P]; the channel of each of their rows; and whether it exists."""
+    """The keys of a dense page, [DP, P]; the channel of each of these DP rows; and whether this channel exists."""
     channel = tl.arange(0, DP)
     source = page * UNIT + tl.arange(0, P) * D
     if ROTATE:
@@ -122,7 +124,7 @@ def dense_keys(
 def encoded_keys(
     arena, words,  # the arena as page elements and as i32
     table, chunk, layer_head,
-    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,  # as of `attend_encoded`
+    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,  # as in `attend_encoded`
     start,  # first position of the chunk by its index in the path
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, HP: tl.constexpr, UNIT: tl.constexpr,
     SINKS: tl.constexpr, KIND: tl.constexpr, KEY_PARTS: tl.constexpr, MOST_KEY_SLOTS: tl.constexpr,
@@ -171,7 +173,7 @@ def rows_that_see(
     first_position, num_rows, start,
     P: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The first and the end of the rows, at consecutive positions, that see any slot of a page."""
+    """The range [first, end) of the rows, at consecutive positions, that see any slot of a page."""
     low = tl.minimum(tl.maximum(start - first_position, 0), num_rows)
     high = num_rows
     if WINDOW:
@@ -187,7 +189,7 @@ def put_sums(
     peaks,  # whether `found` has peaks
     G: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Adds the mean over query heads to a page of sums; or raises a page of peaks to the maximum."""
+    """Adds the mean over query heads to a page of sums; or raises a page of peaks to the largest values."""
     slots = tl.arange(0, P)
     old = tl.load(sums + slots, mask=kept, other=0.0)
     new = tl.where(peaks, tl.maximum(old, tl.max(found, 0)), old + tl.sum(found, 0) * (1.0 / G))
@@ -197,7 +199,7 @@ def put_sums(
 @triton.jit
 def add_rows(
     total,  # f32 [ROWS, P]
-    keys, channel, is_channel, queries, limits,  # as of `probabilities`
+    keys, channel, is_channel, queries, limits,  # as in `probabilities`
     low, high,       # query rows that count
     first_position,  # position of row 0; the others follow
     at, far, peaks,
@@ -234,7 +236,7 @@ def sum_columns(
     sums,       # the arena as f32; a page starts at id * 32
     table,      # i32 [C, L, H] page ids
     masks,      # i64 [C, L, H]
-    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,  # as of `attend_encoded`, or None
+    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,  # as in `attend_encoded`, or None
     positions,  # i32 [R]
     columns,    # i32 [n, COLUMN_INTS]
     staged,     # page id of the first staged page
@@ -298,7 +300,7 @@ def sum_columns(
 
 @triton.jit(do_not_specialize=["layer", "num_rows", "staged"])
 def sum_single_columns(
-    queries, lse, arena, words, sums, table, masks,  # as of `sum_columns`
+    queries, lse, arena, words, sums, table, masks,  # as in `sum_columns`
     slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,
     positions,
     num_columns,  # i32 [1]: number of columns in use
@@ -388,7 +390,7 @@ def keep_keys(
 @triton.jit
 def add_kept(
     total,  # f32 [ROWS, P]
-    keys, channel, is_channel, queries, limits, low, high, first_position, at,  # as of `add_rows`
+    keys, channel, is_channel, queries, limits, low, high, first_position, at,  # as in `add_rows`
     always,   # i1 [P]: slots kept for every row
     nearest,  # i64: number of last tokens that each row also keeps
     ROWS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
@@ -418,7 +420,7 @@ def add_kept(
 def recover(
     kept_queries,  # [L, H, kept rows, G, D]
     kept_lse,      # f32 [L, H, kept rows, G], base 2
-    arena, words, table, masks,  # as of `sum_columns`
+    arena, words, table, masks,  # as in `sum_columns`
     slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,
     chunks,        # i32 [n, KEPT_INTS], of a path, in order of position
     kept,          # i64 [L, H, words]: columns kept for every row, by position

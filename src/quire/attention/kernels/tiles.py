@@ -19,8 +19,8 @@ def book_indices(
                           # lower eight, ones in the lower four
     PARTS: tl.constexpr,  # which of the three exist: a sum of 4, 2 and 1
 ):  # fmt: skip
-    """The book indices of the first and the third of these codes, in the lower and the upper byte of each half. With
-    every word shifted by one code, those of the second and the fourth.
+    """The codes 1 and 3 of the four, in the lower and the upper byte of each half. For codes 2 and 4, the caller shifts
+    every word by one code. A code is an index of a codebook.
     """
     found = fours & 0x0F0F0F0F
     if PARTS & 2:
@@ -42,7 +42,7 @@ def nuq_keys(
     PARTS: tl.constexpr,     # the powers of two in the widths of the model's keys: a sum of 4, 2 and 1
     SLOTS: tl.constexpr,     # most slots of a vector
 ):  # fmt: skip
-    """The two channels of every pair, not rotated, f32 [HP, P] each."""
+    """The two channels of every pair, before rotation, f32 [HP, P] each."""
     base = words + page * 32
     lanes = tl.arange(0, P // 4)
     pair = tl.arange(0, HP)
@@ -156,8 +156,8 @@ def half_in(words, side):
 
 @triton.jit
 def slots_of(words, at, slot, used, P: tl.constexpr):
-    """The channel in a slot of the vectors of some tokens, i32, and its residual, f32; -1 and 0 where the slot is not
-    used. at is in words.
+    """The channel and the residual in one outlier slot of some tokens, i32 and f32; -1 and 0 if the slot is not used.
+    at: offset of the slot in words.
     """
     used = (slot < P) & used
     four = tl.load(words + at + slot // 4, mask=used, other=0)
@@ -168,10 +168,10 @@ def slots_of(words, at, slot, used, P: tl.constexpr):
 @triton.jit
 def decoded_keys(
     KIND: tl.constexpr, words, page,
-    bias,  # as of `group_keys`
+    bias,  # as in `group_keys`
     D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """The two channels of every pair, not rotated, f32 [HP, P] each, of a page of any codec without lookups. Such a
+    """The two channels of every pair, before rotation, f32 [HP, P] each, of a page of a codec without codebooks. Such a
     codec has a case here and one in `decoded_values`.
     """
     tl.static_assert(KIND == GROUP, "a codec without a case")
