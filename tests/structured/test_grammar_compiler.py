@@ -8,6 +8,8 @@ import json
 import os
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
@@ -452,6 +454,23 @@ def allows(llm: LLM, schema: dict[str, Any], text: str) -> bool:
     matcher = llm.engine.grammars.compile(StructuredOutputsParams(json=schema)).begin()
     ids = llm.tokenizer.encode(text)
     return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+
+def test_a_process_does_not_end_while_a_vocabulary_is_loaded() -> None:
+    """The interpreter would end the thread within llguidance's code, and the process would abort after its last line."""
+    code = """if True:
+        import time
+        from quire.structured.grammar_compiler import GrammarCompiler
+        class Slow(GrammarCompiler):
+            def __init__(self):
+                pass
+            def _load(self):
+                time.sleep(0.5)
+                print("loaded")
+        Slow().warm()
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr, done.returncode) == ("loaded\n", "", 0)
 
 
 def test_properties_that_cannot_repeat_are_counted(llm: LLM) -> None:

@@ -142,13 +142,17 @@ class GrammarCompiler:
         50,000 tokens. tries: also starts the process of trials, for `prepare`.
         """
 
-        def run() -> None:
-            self._load()
-            if tries:
-                with contextlib.suppress(RequestError, QueueFullError):
-                    self._try(StructuredOutputsParams(regex="a"), MAX_SECONDS)
+        # The interpreter ends daemon threads that wait for its lock. In llguidance's code that aborts the process.
+        loading = threading.Thread(target=self._load, name="quire-vocabulary", daemon=False)
+        loading.start()
 
-        threading.Thread(target=run, name="quire-vocabulary", daemon=True).start()
+        def run() -> None:
+            loading.join()
+            with contextlib.suppress(RequestError, QueueFullError):
+                self._try(StructuredOutputsParams(regex="a"), MAX_SECONDS)
+
+        if tries:
+            threading.Thread(target=run, name="quire-trial", daemon=True).start()
 
     def _compiled(self, item: _CompileRequest) -> CompiledGrammar:
         with self._lock:
