@@ -315,6 +315,29 @@ def test_output_into_a_closed_pipe_is_no_traceback(folder):
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("closed", "words", "found"),
+    [
+        ("<&- 2>&-", ["Hi"], (0, True, "")),
+        (">&-", ["Hi"], (2, False, "quire: stdout is closed\n")),
+        ("2>&-", ["Hi", "--output", "a"], (2, False, "")),
+    ],
+)
+def test_a_closed_stream_is_no_crash(closed, words, found, folder):
+    words = ["generate", folder, *words, "--max-tokens", "3", *SMALL]
+    done = subprocess.run(
+        ["bash", "-c", f'"$@" {closed}', "", sys.executable, "-m", "quire", *words], capture_output=True, text=True
+    )
+    assert (done.returncode, bool(done.stdout), done.stderr) == found
+
+
+@pytest.mark.parametrize(("name", "closed"), [("stdin", "<&-"), ("stdout", ">&-")])
+def test_a_chat_needs_its_streams(name, closed):
+    command = [sys.executable, "-m", "quire", "chat", "smollm2"]
+    done = subprocess.run(["bash", "-c", f'"$@" {closed}', "", *command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"quire: {name} is closed\n")
+
+
 def test_serving_answers_and_ends_on_sigterm(folder):
     command = [sys.executable, "-c", "import sys; from quire.cli import main; sys.exit(main())", "serve", folder]
     process = subprocess.Popen(

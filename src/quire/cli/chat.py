@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     given = shared.sampling_from(args)
     shared.sampling_params(given)  # reports invalid flags before the model is loaded
+    shared.check_open("stdin", "stdout")
     terminal = Terminal(sys.stdin.isatty() and sys.stdout.isatty())
     with shared.runner() as loop:
         context = shared.engine(args)
