@@ -208,6 +208,7 @@ except BaseException as error:  # as libraries do
 @pytest.mark.parametrize(
     ("module", "words"),
     [
+        ("typing", ["--help"]),
         ("argparse", ["--help"]),
         ("fastapi", ["serve", "smollm2", "--port", "0"]),
         ("torch", ["generate", "smollm2", "hi"]),
