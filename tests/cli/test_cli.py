@@ -87,6 +87,8 @@ print((ended - begun) / (time.process_time() - ended), heavy)
         (["inspect", "--tiers", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1 (Connection refused)"),
         (["inspect", "--tiers", "smollm2"], "--tiers: 'smollm2' is not a server address such as http://127"),
         (["inspect", "smollm2", "--tiers", "http://127.0.0.1:1"], "--tiers with a MODEL takes no URL"),
+        (["inspect", "smollm2", "--tiers", "--digest"], "it takes no --length and no --digest"),
+        (["inspect", "smollm2", "--tiers", "--length", "5"], "it takes no --length and no --digest"),
         (["inspect", "--tiers", "--tree"], "give --tree or --tiers, not both"),
         (["inspect", "--tiers", "--length", "5"], "--tiers asks a running server"),
         (["inspect", "smollm2", "--tiers", "--tiers.disk", "/dev/null:1GiB"], "/dev/null is a file"),
