@@ -148,13 +148,15 @@ sys.exit(status)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--text", "/no/such/text"], "cannot read the text /no/such/text"),
-        (["--output", "/no/such/x"], "cannot write /no/such/x: there is no folder"),
-        (["--export", "/no/such/x"], "cannot write /no/such/x: there is no folder"),
+        (["calibrate", "smollm2", "--text", "/no/such/text"], "cannot read the text /no/such/text"),
+        (["calibrate", "smollm2", "--output", "/no/such/x"], "cannot write /no/such/x: there is no folder"),
+        (["calibrate", "smollm2", "--export", "/no/such/x"], "cannot write /no/such/x: there is no folder"),
+        (["eval", "retrieval", "smollm2", "--text", "/no/such/text"], "cannot read the text /no/such/text"),
+        (["bench", "compose", "smollm2", "--text", "/no/such/text"], "cannot read the text /no/such/text"),
     ],
 )
-def test_files_of_a_calibration_are_checked_before_torch_is_imported(words, said):
-    command = [sys.executable, "-c", LIGHT, "calibrate", "smollm2", *words]
+def test_files_are_checked_before_torch_is_imported(words, said):
+    command = [sys.executable, "-c", LIGHT, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "False\n") and said in done.stderr
 
