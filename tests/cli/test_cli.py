@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -341,6 +342,27 @@ def test_a_chat_needs_its_streams(name, closed):
     command = [sys.executable, "-m", "quire", "chat", "smollm2"]
     done = subprocess.run(["bash", "-c", f'"$@" {closed}', "", *command], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"quire: {name} is closed\n")
+
+
+def test_a_server_with_closed_streams_answers(folder):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "quire", "serve", folder, "--port", port, *SMALL]
+    process = subprocess.Popen(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "", *command])
+    try:
+        until = time.monotonic() + 60
+        while True:
+            try:
+                assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200
+                break
+            except httpx.TransportError:
+                assert time.monotonic() < until and process.poll() is None
+                time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_serving_answers_and_ends_on_sigterm(folder):
