@@ -187,3 +187,7 @@ def test_only_a_name_that_is_near_is_proposed(typed, meant):
 def test_no_foreign_flag_hides_one_of_ours():
     assert find_hint("--cache.memory") is None and find_hint("--no-such-thing") is None
     assert flag_hint("--memory", ()) is None
+
+
+def test_one_letter_behind_two_dashes_is_no_short_flag():
+    assert find_hint("-n") is not None and find_hint("--n") is None and find_hint("n") is None

@@ -6,10 +6,10 @@ Importing this package imports neither torch nor numpy. Each public name loads i
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
 from quire.version import __version__
 
+TYPE_CHECKING = False  # typing takes a while to import, and Ctrl-C is not handled yet; see quire.interrupt
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.config import EngineConfig

@@ -204,6 +204,8 @@ FOREIGN_PARAMETERS: dict[str, MigrationHint] = {
 def find_hint(option: str) -> MigrationHint | None:
     """The answer to an option as typed: `--max-model-len=4096`, `-ngl`, `-c4096`, `model.max_model_len`."""
     name = option.partition("=")[0].lstrip("-").rpartition(".")[2].replace("_", "-").lower()
+    if len(name) == 1 and not re.match("-[^-]", option):
+        return None  # a short flag of llama.cpp: -n is not --n, which counts answers elsewhere
     if name not in FOREIGN_FLAGS and not option.startswith("--"):
         name = re.sub(r"(?<=[a-z])\d+$", "", name)
     return FOREIGN_FLAGS.get(name)

@@ -28,6 +28,7 @@ from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defau
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.foreign_flags import setting_hint
 from quire.load import LoadedEngine, load_engine
+from quire.models.chat import check_messages
 from quire.options import LISTED, settings_of
 from quire.prefixes.cached import CachedPrefix, drop_prefix, find_prefix, known_prefixes, parse_prefix_key, prompt_key
 from quire.prefixes.disk_index import DiskPrefixIndex
@@ -217,6 +218,8 @@ class LLM(BaseLLM):
         if isinstance(messages, str) or not messages:
             raise RequestError("messages is a list of at least one {'role': ..., 'content': ...}", "messages")
         conversations: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
+        for conversation in conversations:
+            check_messages(conversation)
         known = [parse_tool(each) for each in tools or ()]
         rendered = [
             render_chat(self.tokenizer, conversation, known, chat_template_kwargs, add_generation_prompt)

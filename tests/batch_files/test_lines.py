@@ -43,6 +43,8 @@ def test_flags_hold_where_a_line_says_nothing(fake, files):
         ('{"prompt": "a", "id": 1.5}', "id"),
         ('{"prompt_token_ids": ["a"]}', "integers"),
         ('{"messages": ["a"]}', "role"),
+        ('{"messages": []}', "at least one message"),
+        ('{"messages": [{"role": "boss", "content": "a"}]}', "role is 'boss'; it must be one of system, developer"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "'logit_bias' must be token ids"),
         ("[" * 100_000, "nested too deeply"),
         (b'{"prompt": "\xff"}', "invalid UTF-8: byte 13 is 0xff"),

@@ -180,6 +180,7 @@ def test_a_prefix_is_carried_to_another_machine(folder, tmp_path, codec, capsys)
         (["export", "--disk", "{nowhere}", "x", "--key", "1", "--prompt-file", "y"], "not both"),
         (["export", "--disk", "{nowhere}", "x", "--prompt-file", "y"], "--prompt-file needs --model"),
         (["export", "--disk", "{nowhere}", "x", "--trust"], "are for quire cache import"),
+        (["export", "--disk", "{nowhere}", "-"], "quire cache export needs a FILE, not -"),
         (["import", "--disk", "{nowhere}", "x"], "needs --model MODEL"),
         (["import", "--disk", "{nowhere}", "x", "--model", "y"], "cannot read x"),
         (["clear", "--disk", "{nowhere}", "--key", "1"], "are for quire cache export"),

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -162,6 +163,26 @@ async def loaded(_):
 shared.engine = loaded
 sys.exit(main(["chat", "fake"]))
 """
+
+
+@pytest.mark.parametrize("text", [b"", b"a long message that takes a while to repeat because every letter is slow\n"])
+def test_without_a_terminal_ctrl_c_ends_the_chat(text):
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT], cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe)
+    try:
+        assert b"/help" in process.stderr.readline()
+        process.stdin.write(text)
+        process.stdin.flush()
+        if text:
+            assert process.stdout.read(4) == b"user"
+        else:
+            time.sleep(1)  # it waits for a message
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert process.stderr.read() == b"quire: interrupted\n"
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_on_a_terminal_ctrl_c_stops_the_answer_and_the_chat_goes_on():

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -87,6 +88,8 @@ print((ended - begun) / (time.process_time() - ended), heavy)
         (["inspect", "--tiers", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1 (Connection refused)"),
         (["inspect", "--tiers", "smollm2"], "--tiers: 'smollm2' is not a server address such as http://127"),
         (["inspect", "smollm2", "--tiers", "http://127.0.0.1:1"], "--tiers with a MODEL takes no URL"),
+        (["inspect", "smollm2", "--tiers", "--digest"], "it takes no --length and no --digest"),
+        (["inspect", "smollm2", "--tiers", "--length", "5"], "it takes no --length and no --digest"),
         (["inspect", "--tiers", "--tree"], "give --tree or --tiers, not both"),
         (["inspect", "--tiers", "--length", "5"], "--tiers asks a running server"),
         (["inspect", "smollm2", "--tiers", "--tiers.disk", "/dev/null:1GiB"], "/dev/null is a file"),
@@ -146,13 +149,15 @@ sys.exit(status)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--text", "/no/such/text"], "cannot read the text /no/such/text"),
-        (["--output", "/no/such/x"], "cannot write /no/such/x: there is no folder"),
-        (["--export", "/no/such/x"], "cannot write /no/such/x: there is no folder"),
+        (["calibrate", "smollm2", "--text", "/no/such/text"], "cannot read the text /no/such/text"),
+        (["calibrate", "smollm2", "--output", "/no/such/x"], "cannot write /no/such/x: there is no folder"),
+        (["calibrate", "smollm2", "--export", "/no/such/x"], "cannot write /no/such/x: there is no folder"),
+        (["eval", "retrieval", "smollm2", "--text", "/no/such/text"], "cannot read the text /no/such/text"),
+        (["bench", "compose", "smollm2", "--text", "/no/such/text"], "cannot read the text /no/such/text"),
     ],
 )
-def test_files_of_a_calibration_are_checked_before_torch_is_imported(words, said):
-    command = [sys.executable, "-c", LIGHT, "calibrate", "smollm2", *words]
+def test_files_are_checked_before_torch_is_imported(words, said):
+    command = [sys.executable, "-c", LIGHT, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "False\n") and said in done.stderr
 
@@ -208,6 +213,7 @@ except BaseException as error:  # as libraries do
 @pytest.mark.parametrize(
     ("module", "words"),
     [
+        ("typing", ["--help"]),
         ("argparse", ["--help"]),
         ("fastapi", ["serve", "smollm2", "--port", "0"]),
         ("torch", ["generate", "smollm2", "hi"]),
@@ -313,6 +319,50 @@ def test_output_into_a_closed_pipe_is_no_traceback(folder):
     line = f"{command} inspect {folder} --cache.memory 1MiB --json | true"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("closed", "words", "found"),
+    [
+        ("<&- 2>&-", ["Hi"], (0, True, "")),
+        (">&-", ["Hi"], (2, False, "quire: stdout is closed\n")),
+        ("2>&-", ["Hi", "--output", "a"], (2, False, "")),
+    ],
+)
+def test_a_closed_stream_is_no_crash(closed, words, found, folder):
+    words = ["generate", folder, *words, "--max-tokens", "3", *SMALL]
+    done = subprocess.run(
+        ["bash", "-c", f'"$@" {closed}', "", sys.executable, "-m", "quire", *words], capture_output=True, text=True
+    )
+    assert (done.returncode, bool(done.stdout), done.stderr) == found
+
+
+@pytest.mark.parametrize(("name", "closed"), [("stdin", "<&-"), ("stdout", ">&-")])
+def test_a_chat_needs_its_streams(name, closed):
+    command = [sys.executable, "-m", "quire", "chat", "smollm2"]
+    done = subprocess.run(["bash", "-c", f'"$@" {closed}', "", *command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"quire: {name} is closed\n")
+
+
+def test_a_server_with_closed_streams_answers(folder):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "quire", "serve", folder, "--port", port, *SMALL]
+    process = subprocess.Popen(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "", *command])
+    try:
+        until = time.monotonic() + 60
+        while True:
+            try:
+                assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200
+                break
+            except httpx.TransportError:
+                assert time.monotonic() < until and process.poll() is None
+                time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_serving_answers_and_ends_on_sigterm(folder):

@@ -94,6 +94,10 @@ def test_version(capsys):
         (["bench", "trace", "smollm2", "--speed", "2", "--concurrency", "2"], "not allowed with argument"),
         (["bench", "trace", "smollm2", "--concurrency", "1", "--speed", "2"], "not allowed with argument"),
         (["generate", "smollm2", "--", "x", "--chat"], "generate: --chat stands behind --, after which no word is"),
+        (["chat", "smollm2", "--", "-x"], "there is no place for '-x'; MODEL is 'smollm2'"),
+        (["chat", "smollm2", "--", "--foo"], "there is no place for '--foo'; MODEL is 'smollm2'"),
+        (["doctor", "--", "x"], "there is no place for 'x'"),
+        (["generate", "smollm2", "x", "--n", "2"], "unknown flag --n; no flag has a name like it"),
         (["bench", "--speed", "trace", "m"], "--speed is for quire bench trace; write the action before its flags"),
         (
             ["serve", "smollm2", "other.gguf"],
@@ -149,6 +153,10 @@ def test_a_prompt_behind_two_dashes_may_look_like_a_flag(flags):
         assert parse(["generate", "smollm2", *flags, *dashes, "--no-flag"]).prompt == "--no-flag"
         assert parse(["generate", "smollm2", *flags, *dashes, "x"]).prompt == "x"
         assert parse(["generate", "smollm2", *flags, *dashes]).prompt is None
+
+
+def test_two_dashes_may_end_a_command_without_words():
+    assert parse(["doctor", "--"]).command == "doctor"
 
 
 def test_values_of_a_list_are_kept_as_they_are_and_those_of_a_set_count_once():

@@ -277,6 +277,17 @@ async def test_another_content_type_is_a_bad_request(kind):
     assert error_of(response)["code"] == "invalid_content_type"
 
 
+async def test_an_encoded_body_is_refused_by_its_encoding():
+    async with client() as http:
+        for encoding, status in [("gzip", 415), ("br, gzip", 415), ("Identity", 200), ("", 200)]:
+            headers = {"content-type": "application/json", "content-encoding": encoding}
+            response = await http.post("/v1/completions", content=json.dumps(TEXT), headers=headers)
+            assert response.status_code == status
+            if status == 415:
+                assert error_of(response)["code"] == "unsupported_content_encoding"
+                assert repr(encoding) in error_of(response)["message"]
+
+
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8"])
 async def test_json_is_json_however_it_is_written(kind):
     async with client() as http:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ConfigError
+from quire.models.chat import check_messages
 from quire.safe_io import parse_json, read_source
 
 if TYPE_CHECKING:
@@ -102,8 +103,8 @@ def _read_line(raw: bytes, number: int, sampling: dict[str, Any]) -> BatchLine:
             raise ValueError("the keys of 'logit_bias' must be token ids") from None
     if not isinstance(prompt, str if kind == "prompt" else list):
         raise ValueError(f"'{kind}' must be a {'string' if kind == 'prompt' else 'list'}")
-    if kind == "messages" and not all(isinstance(each, dict) and "role" in each for each in prompt):
-        raise ValueError("'messages' must be a list of objects with role and content")
+    if kind == "messages":
+        check_messages(prompt)
     if kind == "prompt_token_ids" and not all(type(each) is int for each in prompt):
         raise ValueError("'prompt_token_ids' must be a list of integers")
     CacheHints(**hints)  # raises RequestError for invalid hints

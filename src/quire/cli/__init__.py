@@ -31,6 +31,7 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     installed = install()
+    _open_missing_streams()
     log = logging.getLogger("quire")
     before = log.level
     debug = False
@@ -76,6 +77,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             remove()
 
 
+def _open_missing_streams() -> None:
+    """Opens /dev/null for descriptors 0 to 2 that are closed: otherwise a socket gets the number, and uvloop aborts.
+
+    sys.stdin and sys.stdout stay None, so that a command can say that it needs them.
+    """
+    # open takes the lowest free number: the descriptors below are open already.
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)  # print(file=None) would write to stdout
+
+
 def _forget_output() -> None:
     """Redirects stdout, so that buffered output does not fail at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -106,5 +122,6 @@ def _leave_if_loading(text: str) -> None:
         if images is not None:
             images.drop_drafts()
         os.write(2, ("\r\n\x1b[?25h" * os.isatty(2) + text).encode())
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         os._exit(130)

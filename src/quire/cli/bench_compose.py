@@ -11,6 +11,7 @@ from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import EngineConfig, format_bytes, options_from, parse_bytes, sources
 from quire.errors import ConfigError
+from quire.safe_io import read_given_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,6 +73,7 @@ class CompositionBenchmark:
 
     def __init__(self, args: argparse.Namespace) -> None:
         """Raises ConfigError for invalid arguments."""
+        self._text = None if args.text is None else read_given_text(args.text)  # before torch is imported
         from quire.evaluation.compose import CONFIGURATIONS, Recipe, systems_of
 
         usual = QUICK if args.quick else LOAD
@@ -104,13 +106,12 @@ class CompositionBenchmark:
         """
         from quire.evaluation.compose import Targets, doubts, name_of
         from quire.evaluation.compose_bench import Comparison
-        from quire.evaluation.curves import Text
 
         args = self._args
         memory = getattr(args, MEMORY)
         comparison = Comparison(
             args.model, self._load, memory, self._configurations, self._recipe,
-            None if args.text is None else Text.read(args.text).content, args.windows, args.ttft, args.tpot,
+            self._text, args.windows, args.ttft, args.tpot,
         )  # fmt: skip
 
         def write(found: Sequence[Row], slo: Slo) -> None:

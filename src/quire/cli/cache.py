@@ -82,6 +82,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--json is for quire cache ls")
     if is_file and (args.disk is None or len(args.names) != 1):
         raise ConfigError(f"quire cache {action} needs --disk DIR and one FILE")
+    if is_file and args.names == ["-"]:
+        raise ConfigError(f"quire cache {action} needs a FILE, not -")
     if args.disk is not None and not is_file and args.names:
         raise ConfigError(f"with --disk name a model by --model, not {args.names[0]!r}")
     if args.model is not None and (args.disk is None or action == "ls"):

@@ -2,7 +2,7 @@
 
 Answers stream. Ctrl-C stops an answer and keeps its text so far. A backslash at the end of a line continues the message
 on the next line. Commands: /reset  /system TEXT  /save FILE  /help  /exit. Without a terminal every input line is a
-message, and answers are printed as plain text.
+message, answers are printed as plain text, and Ctrl-C ends the chat.
 
 Sampling parameters that are not given as flags come from the model, if its authors recommend values. Otherwise the
 temperature is 0.7 and top_p is 0.95. An answer has at most 1,024 tokens, or --max-tokens.
@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     given = shared.sampling_from(args)
     shared.sampling_params(given)  # reports invalid flags before the model is loaded
+    shared.check_open("stdin", "stdout")
     terminal = Terminal(sys.stdin.isatty() and sys.stdout.isatty())
     with shared.runner() as loop:
         context = shared.engine(args)
@@ -145,7 +146,7 @@ def save(conversation: Conversation, name: str) -> str:
 
 
 async def answer(llm: AsyncLLM, messages: list[dict[str, str]], params: SamplingParams, terminal: Terminal) -> str:
-    """Streams the answer to `messages` to the terminal. Returns its text, or the text so far after Ctrl-C.
+    """Streams the answer to `messages`. Returns its text, or on a terminal the text so far after Ctrl-C.
 
     Raises ModelError if the model's logits are not finite.
     """
@@ -166,6 +167,8 @@ async def answer(llm: AsyncLLM, messages: list[dict[str, str]], params: Sampling
                         terminal.write("\n")
                     raise ModelError(f"the answer failed: {output.stop_reason}")
     except asyncio.CancelledError:
+        if not terminal.interactive:
+            raise
         # Ctrl-C ends the answer; the chat continues.
         terminal.write(" …")
         task = asyncio.current_task()
@@ -210,6 +213,8 @@ class Terminal:
                     print()
                 return "\n".join(lines) if lines else None
             except KeyboardInterrupt:
+                if not self.interactive:
+                    raise
                 # Ctrl-C while typing discards the line, as in shells.
                 print()
                 lines = []

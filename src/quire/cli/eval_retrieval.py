@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments, count
 from quire.cli import shared
+from quire.safe_io import read_given_text
 
 if TYPE_CHECKING:
     from quire.evaluation import Retrieval
@@ -30,10 +31,8 @@ def add_arguments(parser: Arguments) -> None:
 
 def run(args: argparse.Namespace, common: dict[str, Any]) -> None:
     """Prints the results. common: arguments of every evaluation."""
+    text = None if args.text is None else read_given_text(args.text)  # before torch is imported
     from quire.evaluation import retrieval
-    from quire.evaluation.curves import Text
-
-    text = None if args.text is None else Text.read(args.text).content
 
     with shared.progress("answers") as progress:
         results = retrieval(

@@ -5,13 +5,13 @@ quire generate MODEL --input prompts.jsonl --output out.jsonl    a line of JSON 
 
 An input line has prompt, messages or prompt_token_ids. It may also have an id (default: its line number), cache_salt,
 cache_pin, cache_priority, cache_lifetime (see docs/reference/endpoints.md) and sampling parameters, which override the
-flags (max_tokens null: the rest of the context). Output lines come in the order in which they finish. Each has id,
-text, token_ids, finish_reason and usage, or id and error.
+flags (max_tokens null, or more than that: the rest of the context). Output lines come in the order in which they
+finish. Each has id, text, token_ids, finish_reason and usage, or id and error.
 
 An invalid line makes the command refuse the whole input before it generates anything: invalid UTF-8 or JSON, an unknown
-key, a value of a wrong type or out of range, a duplicate id. It reports at most ten such lines. Errors that depend on
-the model fail only their line, which becomes {"id": ..., "error": ...}: a prompt too long for the context, messages
-that the chat template rejects, a token id outside the vocabulary, logits that are not finite.
+key, a value of a wrong type or out of range, an unknown role, a duplicate id. It reports at most ten such
+lines. Errors that depend on the model fail only their line, which becomes {"id": ..., "error": ...}: a prompt too long
+for the context, messages that the chat template rejects, a token id outside the vocabulary, logits that are not finite.
 
 Each answer is written as soon as it is finished. The first lines run 8 at a time, so that answers appear soon; later
 lines run scheduler.max_running at a time. After an interruption, run the same command again: it skips ids that the
@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("give a PROMPT, or --input FILE")
         if args.output is not None:
             raise ConfigError("--output needs --input FILE; the answer to a PROMPT goes to stdout")
+        shared.check_open("stdout")
         with shared.runner() as loop:
             failure = loop.run(_stream(args, params))
         if failure is not None:

@@ -56,11 +56,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--api-key-file needs --tree, or --tiers without a MODEL")
     if args.tiers:
         raise ConfigError(f"--tiers with a MODEL takes no URL, but got {args.tiers!r}")
+    if args.tiers is not None and (args.digest or args.length):
+        raise ConfigError("--tiers shows a disk; it takes no --length and no --digest")
     if shared.printed_config(args):
         return 0
     from quire.inspection import ModelInspection
 
-    hashing = shared.byte_progress("hashing") if args.digest and args.tiers is None else None
+    hashing = shared.byte_progress("hashing") if args.digest else None
     found = ModelInspection.of(args.model, EngineConfig.from_flags(args), hashing)
     if args.tiers is not None:
         from quire.cli import tiers

@@ -139,7 +139,7 @@ class CommandParser(Parser):
         if self.action is not None:
             namespace.action = self.action
         found, unknown = self.parse_known_intermixed_args(list(self._joined(words)), namespace)
-        if unknown:
+        if unknown := [word for word in unknown if word != "--"]:  # argparse leaves it without positional arguments
             self._refuse(unknown, words, getattr(found, "model", None))
         return found
 
@@ -194,9 +194,12 @@ class CommandParser(Parser):
         """Reports words that the command does not take, with a correction. model: the word that was read as MODEL."""
         word = unknown[0]
         flag = word.partition("=")[0]
-        if flag.startswith("--"):
+        if word not in words[: _end_of_flags(words)]:
+            if flag in self.flags:
+                self.error(f"{flag} stands behind --, after which no word is a flag")
+        elif flag.startswith("--"):
             self._refuse_flag(flag)
-        if flag.startswith("-"):
+        elif flag.startswith("-"):
             self.error(f"unknown flag {flag}; write a text that begins with - after --")
         switches = {after: each for each, after in pairwise(words) if self._is_switch(each)}
         if word in switches:
@@ -209,8 +212,6 @@ class CommandParser(Parser):
         self.error(f"there is no place for {word!r}{one}")
 
     def _refuse_flag(self, flag: str) -> NoReturn:
-        if flag in self.flags:
-            self.error(f"{flag} stands behind --, after which no word is a flag")
         known = [each for each in self.flags if each.startswith("--")]
         own = "--" + flag.rpartition(".")[2].replace("_", "-")
         if own in known:

@@ -22,6 +22,7 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE
 from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ConfigError, QuireError, RequestError
+from quire.models.chat import check_messages
 from quire.options import format_bytes
 from quire.safe_io import parse_json, read_text
 
@@ -32,8 +33,6 @@ log = logging.getLogger("quire")
 
 PIN_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 """Parameters of the request that computes a prefix."""
-
-ROLES = ("system", "developer", "user", "assistant")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +101,8 @@ def _checked(given: Any) -> dict[str, Any]:
         case {"prompt": str(), **rest} if not rest:
             return {"prompt": given["prompt"]}
         case {"messages": [_, *_] as messages, **rest} if not rest:
+            check_messages(messages)
             for message in messages:
-                if not isinstance(message, dict) or message.get("role") not in ROLES:
-                    raise ValueError(f"a message has a role, one of {', '.join(ROLES)}")
                 if not isinstance(message.get("content"), str):
                     raise ValueError("the content of a message must be a string")
             renamed = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
-from quire.errors import ModelError, RequestError
+from quire.errors import ModelError, RequestError, shown
 from quire.models import render
 from quire.models.child import DIED, TIMED_OUT, ChildProcess
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+"""The role of a message."""
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "chat_template", "tokenize"})
 """Variables that a caller cannot set: they have another source, or belong to a feature that Quire lacks."""
@@ -30,6 +33,18 @@ MAX_VALUES = 2**18
 
 MAX_CHARS = 16 << 20
 """Limit of a rendered prompt: twice the server's default limit of a request body."""
+
+
+def check_messages(messages: Sequence[Any]) -> None:
+    """Raises RequestError if a conversation is empty, or if a message has no known role."""
+    if not messages:
+        raise RequestError("'messages' is empty; it must have at least one message", "messages")
+    for message in messages:
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise RequestError("'messages' must be a list of objects with role and content", "messages")
+        if message["role"] not in get_args(Role):
+            known = ", ".join(get_args(Role))
+            raise RequestError(f"a message's role is {shown(message['role'])}; it must be one of {known}", "messages")
 
 
 class ChatTemplate:

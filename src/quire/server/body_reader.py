@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
+from quire.errors import shown
 from quire.server.byte_limiter import ByteLimiter
 from quire.server.errors import ApiError, ClientDisconnected, api_error, bad_request
 from quire.server.json_complexity import (
@@ -93,7 +94,7 @@ class BodyReader:
         The body must be UTF-8 without lone surrogates, without NaN or Infinity, and within the limits of `structure`,
         together with its strings that are parsed as JSON. Raises ApiError 413 as soon as the body exceeds the limit
         (before parsing, with or without an announced length), 408 if it arrives too slowly, 503 if there is no room for
-        it or for it once parsed, and 400 if it is not JSON or not a `model`.
+        it or for it once parsed, 415 if it is compressed, and 400 if it is not JSON or not a `model`.
         """
         _check_kind(request)
         length = request.headers.get("content-length", "")
@@ -302,6 +303,10 @@ def _full(reason: str) -> ApiError:
 
 
 def _check_kind(request: Request) -> None:
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        message = f"Content-Encoding is {shown(encoding)}; the server does not decode bodies, send them as they are"
+        raise ApiError(415, message, code="unsupported_content_encoding")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         # This also stops web pages from posting to a server on the visitor's machine: browsers first ask the server.

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from quire.engine.params import MAX_LOGPROBS
+from quire.models.chat import Role
 from quire.server.errors import bad_request
 from quire.server.fields import (
     UNUSED,
@@ -155,7 +156,7 @@ def content_text(content: str | list[Any] | None) -> str:
 class PromptMessage(BaseMessage):
     """A message of the system or user. `developer` means `system`, because the served models know only that role."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]  # the last two are messages of other classes
+    role: Role  # the last two are messages of other classes
     content: Content
 
     tool_calls: Unsupported = None

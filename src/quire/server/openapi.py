@@ -18,7 +18,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 _REF = "#/components/schemas/"
 
-BODY_ERRORS = (400, 408, 413, 503)
+BODY_ERRORS = (400, 408, 413, 415, 503)
 """Statuses with which every endpoint may reject a body."""
 
 
