@@ -457,7 +457,7 @@ def allows(llm: LLM, schema: dict[str, Any], text: str) -> bool:
 
 
 def test_a_process_does_not_end_while_a_vocabulary_is_loaded() -> None:
-    """The interpreter would end the thread within llguidance's code, and the process would abort after its last line."""
+    """The interpreter would end the thread within llguidance's code, and the process would abort after its output."""
     code = """if True:
         import time
         from quire.structured.grammar_compiler import GrammarCompiler

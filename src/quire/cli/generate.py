@@ -9,7 +9,7 @@ flags (max_tokens null, or more than that: the rest of the context). Output line
 finish. Each has id, text, token_ids, finish_reason and usage, or id and error.
 
 An invalid line makes the command refuse the whole input before it generates anything: invalid UTF-8 or JSON, an unknown
-key, a value of a wrong type or out of range, an unknown role, a duplicate id. It reports at most ten such
+key, a value of a wrong type or out of range, a message without a role, a duplicate id. It reports at most ten such
 lines. Errors that depend on the model fail only their line, which becomes {"id": ..., "error": ...}: a prompt too long
 for the context, messages that the chat template rejects, a token id outside the vocabulary, logits that are not finite.
 

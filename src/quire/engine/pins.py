@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE
 from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ConfigError, QuireError, RequestError
-from quire.models.chat import check_messages
+from quire.models.chat import Role, check_messages
 from quire.options import format_bytes
 from quire.safe_io import parse_json, read_text
 
@@ -103,6 +103,8 @@ def _checked(given: Any) -> dict[str, Any]:
         case {"messages": [_, *_] as messages, **rest} if not rest:
             check_messages(messages)
             for message in messages:
+                if message["role"] not in get_args(Role):
+                    raise ValueError(f"a message has a role, one of {', '.join(get_args(Role))}")
                 if not isinstance(message.get("content"), str):
                     raise ValueError("the content of a message must be a string")
             renamed = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
