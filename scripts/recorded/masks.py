@@ -240,7 +240,7 @@ numbers   the same without any numbers
 options   the names of the options that help shows
 json      JSON or JSON lines
 lines     JSON lines in the order of their ids
-plan      line by line, every digit of its numbers
+plan      line by line, every digit of its numbers. A command that ends with an error has failed, and is no answer
 shape     the fields of JSON and the types of their values
 findings  what `quire doctor --json` has looked at
 generated JSON lines of `quire generate` without counts of cached tokens: with a tier they depend on the measured speed,

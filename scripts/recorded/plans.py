@@ -16,12 +16,14 @@ from typing import Any
 
 from recorded.cases import Line, Places
 
+COEFFICIENTS = {"base": 0.003, "rows_from_1": 8e-4, "prompt_pairs": 1e-7, "context": 2e-6, "unique": 1e-6}
+
 LATENCY = {
     "format": 1, "about": {"threads": 1},
-    "coefficients": {"base": 0.003, "rows_from_1": 8e-4, "prompt_pairs": 1e-7, "context": 2e-6, "unique": 1e-6},
+    "coefficients": COEFFICIENTS,
     "knots": [1], "residuals": {}, "ranges": {}, "counts": {}, "dropped": [], "paper": {},
-    "links": {"shm": {"latency": 0.001, "bandwidth": 1e9}, "tcp": {"latency": 0.002, "bandwidth": 1e8},
-              "disk": {"latency": 0.0005, "bandwidth": 5e7}},
+    "links": {"shm": {"latency": 0.001, "bytes_per_second": 1e9}, "tcp": {"latency": 0.002, "bytes_per_second": 1e8},
+              "disk": {"latency": 0.0005, "bytes_per_second": 5e7}},
 }  # fmt: skip
 
 OPT_30B = {
@@ -70,11 +72,11 @@ def _fitted(places: Places, tiny: str) -> Iterator[Line]:
 def _simulated(places: Places, tiny: str) -> Iterator[Line]:
     """Simulations at given rates, and searches for the goodput."""
     latency = places.file("latency.json", json.dumps(LATENCY))
-    slow = {name: 2 * each for name, each in LATENCY["coefficients"].items()}  # type: ignore[attr-defined]
+    slow = {name: 2 * each for name, each in COEFFICIENTS.items()}
     slower = places.file("slower.json", json.dumps({**LATENCY, "coefficients": slow}))
     trace = places.file("trace.jsonl", made_trace())
     azure, mooncake = places.file("azure.csv", _azure()), places.file("mooncake.jsonl", _mooncake())
-    given = ("simulate", tiny, "--latency", latency, *SMALL, *TARGETS, "--json")
+    given = ("simulate", tiny, "--latency", latency, *CPU, *SMALL, *TARGETS, "--json")
     own = (*given, "--trace", trace, "--requests", "30")
     gpus = ("simulate", "opt-13b", "--hardware", "a100-80g", "--trace", trace, "--requests", "20", "--json", *TARGETS)
     kinds: dict[str, tuple[str, ...]] = {
@@ -86,19 +88,19 @@ def _simulated(places: Places, tiny: str) -> Iterator[Line]:
         "apart": (*own, "--rates", "4,40", *APART),
         "several": (*own, "--rates", "20,80", *APART, "--cluster.mixed", "1"),
         "roles": (
-            "simulate", tiny, "--latency", f"prefill={latency}", "--latency", f"decode={slower}", *SMALL, *TARGETS,
-            "--json", "--trace", trace, "--rate", "9", *APART,
+            "simulate", tiny, "--latency", f"prefill={latency}", "--latency", f"decode={slower}", *CPU, *SMALL,
+            "--json", "--trace", trace, "--rate", "9", *APART, *TARGETS,
         ),
         "codec": (*own, "--rate", "40", "--cache.codec", "g4"),
-        "retained": (*own, "--rate", "40", "--retain.budget", "0.5"),
+        "retained": (*own, "--rate", "40", "--retain.budget", "0.5", "--retain.profile_rows", "32"),
         "alone": (*own, "--rate", "40", "--cache.share", "false"),
-        "memory-tier": (*own, "--rate", "40", "--tiers.memory", "8MiB"),
         "disk-tier": (*own, "--rate", "40", "--tiers.disk", "kv:64MiB"),
         "azure": (*given, "--trace", azure, "--requests", "25", "--rate", "10"),
         "mooncake": (*given, "--trace", mooncake, "--requests", "20", "--rate", "10"),
         "gpus": gpus,
         "gpus-divided": (*gpus, "--parallel.tp", "2", "--parallel.pp", "2", *APART, "--network", "1GB"),
         "gpus-goodput": (*gpus, "--goodput"),
+        "gpus-memory-tier": (*gpus, "--rate", "2", "--tiers.memory", "1GiB"),
     }  # fmt: skip
     for name, words in kinds.items():
         yield Line(f"simulate/{name}", words, "plan")
@@ -113,7 +115,7 @@ def _placed(places: Places, tiny: str) -> Iterator[Line]:
     fast = places.file(
         "fast.toml", f'[nodes]\ncount = 2\ngpus = 2\ngpu_memory = "80GB"\ndevice = "a100-80g"\n{network}'
     )
-    cores = places.file("cores.toml", '[nodes]\ncount = 2\ncores = 2\nmemory = "1GiB"\n')
+    cores = places.file("cores.toml", f'[nodes]\ncount = 2\ncores = 2\nmemory = "1GiB"\n{network}')
     base = ("plan", "placement", "opt-13b", "--trace", trace, *TARGETS, "--requests", "16", "--json")
     here = (
         "plan", "placement", tiny, "--cluster.file", cores, "--trace", trace, *TARGETS, "--requests", "16",
@@ -147,7 +149,7 @@ def _offloaded(places: Places, tiny: str) -> Iterator[Line]:
     kinds: dict[str, tuple[str, ...]] = {
         "block": (*paper, "--micro-batch", "48", "--num-batches", "3"),
         "most": (*paper, "--micro-batch", "48", "--num-batches", "3", "--form", "max"),
-        "weights": (*paper, "--micro-batch", "32", "--num-batches", "2", "--only-weights"),
+        "slack": (*paper, "--micro-batch", "32", "--num-batches", "2", "--slack", "0.9"),
         "g4": (*paper, "--micro-batch", "48", "--num-batches", "3", "--cache.codec", "g4", "--model.weights", "g4"),
         "shared": (*here, "--plan.cpu", "64MiB", "--shared-tokens", "256", "--slack", "0.5"),
         "here": (*here, "--plan.cpu", "4MiB"),
@@ -167,10 +169,20 @@ def _automatic(places: Places, tiny: str) -> Iterator[Line]:
     kinds: dict[str, tuple[str, ...]] = {
         "here": (*plan, "--plan.memory", "300MiB"),
         "lossless": (*plan, "--plan.memory", "300MiB", "--plan.quality", "0"),
-        "one-codec": (*plan, "--plan.memory", "300MiB", "--cache.codec", "g4", "--retain.budget", "1"),
-        "tiers": (*plan, "--plan.memory", "300MiB", "--tiers.memory", "16MiB"),
+        "seed": (*plan, "--plan.memory", "600MiB", "--plan.quality", "0.05", "--seed", "7"),
+        "tiers": (*gpu, "--cache.codec", "dense", "--model.weights", "native", "--tiers.memory", "64GiB"),
         "gpus": (*gpu, "--cache.codec", "dense", "--model.weights", "native"),
-        "gpus-seed": (*gpu, "--cache.codec", "g4", "--model.weights", "native", "--seed", "5"),
+        "gpus-seed": (
+            *gpu,
+            "--cache.codec",
+            "dense",
+            "--model.weights",
+            "native",
+            "--seed",
+            "5",
+            "--slo.attainment",
+            "0.7",
+        ),
     }
     for name, words in kinds.items():
         file = f"auto-{name}.toml"
@@ -184,8 +196,14 @@ def _automatic(places: Places, tiny: str) -> Iterator[Line]:
 def _steps(options: dict[str, Any], slower: float) -> str:
     """A log of 900 steps of a tiny engine, with seconds by a formula and a little noise."""
     draw = random.Random(len(options))
-    settings = {"model.dtype": "float32", "runtime.device": "cpu", "runtime.threads": 1, "runtime.cpu_level": "v3"}
-    lines: list[Any] = [{"model": FINGERPRINT, "options": {**settings, **options}, "transport": ""}]
+    settings = {**dict(zip(CPU[::2], CPU[1::2], strict=True)), "--attention.backend": "cpu"}  # as an engine resolves it
+    lines: list[Any] = [
+        {
+            "model": FINGERPRINT,
+            "options": {**{flag[2:]: value for flag, value in settings.items()}, **options},
+            "transport": "",
+        }
+    ]
     for place in range(900):
         kind = place % 3
         prompt = 0 if kind == 0 else draw.choice([16, 64, 256, 512])

@@ -100,6 +100,8 @@ class Run:
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             return failed(error)
+        if done.returncode and line.shows == "plan":
+            return failed(RunError((done.stderr.strip() or "no message").splitlines()[-1]))
         marks = Marks(self.texts)
         return {
             "status": done.returncode,

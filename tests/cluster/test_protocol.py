@@ -10,6 +10,7 @@ import pytest
 
 from quire.cluster import protocol
 from quire.cluster.messages import (
+    CLIENT,
     ROUTER,
     Abort,
     Ack,
@@ -408,6 +409,16 @@ def test_a_crash_of_the_source_costs_nothing_once_the_receiver_has_the_cache() -
     again, sent = protocol.advance_request(taken, InstanceDown("d"))
     assert again.phase is RequestPhase.QUEUED and {each.to for each in sent} == {"p", "d"}
     assert protocol.advance_request(state, InstanceDown("p"))[0].phase is RequestPhase.QUEUED
+
+
+def test_early_tokens_of_an_attempt_that_failed_are_not_delivered_by_the_next_one() -> None:
+    state, sent = protocol.advance_request(RequestState(0, 2), Begin("", "d"))
+    state, sent = protocol.advance_request(state, Token(state.attempt, NO_TEXT, 1))
+    assert len(state.early) == 1 and not sent
+    state, _ = protocol.advance_request(state, Failed(state.attempt, ""))
+    state, _ = protocol.advance_request(state, Begin("", "d"))
+    first = Token(state.attempt, NO_TEXT, 0)
+    assert protocol.advance_request(state, first)[1] == [Envelope(CLIENT, first)]
 
 
 def test_a_client_that_leaves_ends_everything() -> None:

@@ -267,9 +267,11 @@ def test_a_row_that_is_taken_again_is_a_new_chunk(machine: Callable[..., Machine
     first = computed(made, PAGE_TOKENS - 1)
     decode(made, first)
     row = first.chunks[0]
+    made.table.bases[row] = PAGE_TOKENS  # as a step beside a device notes it
     made.end(first, is_cached=False)
     again = made.copy(chain, 1)
     assert again.chunks == [row], "another row was taken"
+    assert made.table.bases[row] < 0, "it has the position of the chunk before"
     other = computed(made, 3)
     assert not made.table.frames.is_sealed[row], "a chunk of 63 tokens counts as full"
     decode(made, again, other)

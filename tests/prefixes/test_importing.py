@@ -128,6 +128,12 @@ def other_kind(number: int, header: RunHeader, extents: list[bytearray]) -> RunH
     return header
 
 
+def with_sidecar(number: int, header: RunHeader, extents: list[bytearray]) -> RunHeader:
+    """Exact first tokens, which a dense cache does not have. They take no bytes there."""
+    object.__setattr__(header.run, "has_sidecar", np.arange(len(header.run.names)) == 0)
+    return header
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -136,6 +142,7 @@ def other_kind(number: int, header: RunHeader, extents: list[bytearray]) -> RunH
         (without_beginning, "the beginning of a prefix of 512 tokens is missing"),
         (other_layer, "stands in the place of layer 0"),
         (other_kind, "pages of another shape"),
+        (with_sidecar, "pages of another shape"),
     ],
 )
 @pytest.mark.parametrize("trust", [[], ["--trust"]])

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from quire.models.fingerprint import fingerprint
+
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
@@ -28,3 +30,21 @@ def test_a_prefix_that_was_computed_again_is_the_same_answer_as_one_from_the_dis
     assert shown("a", 320) == shown("a", 0)
     assert shown("a", 320) != shown("b", 320)
     assert shown("a", 320)[0]["usage"] == {"prompt_tokens": 370}
+
+
+def test_a_plan_that_ends_with_an_error_is_no_answer(masks: Any, tmp_path: Path) -> None:
+    from recorded.cases import Line, Places
+    from recorded.runs import Run
+
+    run = Run.__new__(Run)
+    run.places, run.tell, run.environment, run.texts = Places(tmp_path, tmp_path, tmp_path), print, {}, {}
+    refused = ("plan", "everything")
+    assert run.line(Line("a", refused, "plan")) == {"failed": "RunError"}
+    assert run.line(Line("a", refused))["status"] == 2
+
+
+def test_logs_of_steps_name_the_tiny_model(masks: Any, tmp_path: Path) -> None:
+    from recorded.models import save_tiny
+    from recorded.plans import FINGERPRINT
+
+    assert fingerprint(save_tiny(tmp_path / "tiny")) == FINGERPRINT

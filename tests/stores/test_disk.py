@@ -695,6 +695,18 @@ def test_pins_last_longer_than_lifetimes(make: Make) -> None:
     assert store.flush(5) and store.stats()["files"] == 0
 
 
+def test_runs_that_another_process_drops_are_not_found(make: Make) -> None:
+    first, second = make(), make()
+    fakes = [FakeRun(n) for n in range(3)]
+    put(first, *fakes)
+    assert first.flush(5)
+    wait_until(lambda: all(second.find(fake.names[0]) is not None for fake in fakes))
+    first.drop([fakes[1].names[0]])
+    assert first.flush(5)
+    wait_until(lambda: second.find(fakes[1].names[0]) is None)
+    assert [holds(second, fake) for fake in fakes] == [True, False, True]
+
+
 def test_what_another_process_reads_counts_as_used(make: Make) -> None:
     clock = Clock()
     first, second = make(clock=clock, lifetime=100.0), make(clock=clock)

@@ -146,12 +146,11 @@ class PageCounts:
 
     def count(self, needs: Sequence[int], by: int) -> None:
         """Counts pages of each class as taken (by = 1) or given back (-1)."""
-        for pages, need in zip(self._classes, needs, strict=False):
-            if need:
-                change = by * need
-                pages.num_out += change
-                self.allocated_bytes += change * pages.page_bytes
-                assert pages.num_out >= 0, f"more pages of {pages.page_bytes} bytes were given back than taken"
+        for index, pages in enumerate(self._classes):
+            change = by * needs[index]
+            pages.num_out += change
+            self.allocated_bytes += change * pages.page_bytes
+            assert pages.num_out >= 0, f"more pages of {pages.page_bytes} bytes were given back than taken"
 
     def check(self) -> None:
         """Proves that the taken pages fit."""

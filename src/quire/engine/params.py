@@ -69,7 +69,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Whether to continue past the model's end of text."""
     max_tokens: int | None = 16
-    """Most generated tokens. None, or more than the rest of the context: that rest. A server refuses more."""
+    """Most generated tokens. None is the rest of the context, and so is any larger number, which a server refuses."""
     min_tokens: int = 0
     """Tokens generated before anything may end the answer."""
     logprobs: int | None = None

@@ -156,7 +156,7 @@ void nuq_sums(const Plan& plan, const Page& page, const uint32_t* probabilities,
 // consecutive tokens use different tables.
 inline void scale_late(float* late, int columns, const float* factor) {
     const __m128 by = _mm_loadu_ps(factor);
-    if (_mm_movemask_ps(_mm_cmpneq_ps(by, _mm_set1_ps(1))) == 0) return;   // no row has a new maximum; so it is for most pages
+    if (_mm_movemask_ps(_mm_cmpneq_ps(by, _mm_set1_ps(1))) == 0) return;   // no row has a new maximum, as with most pages
     const vf all = (vf)_mm512_broadcast_f32x4(by);
     for (int i = 0; i < columns * FEW_ROWS * FEW_ROWS; i += VL) store(late + i, load(late + i) * all);
 }

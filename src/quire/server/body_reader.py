@@ -305,7 +305,7 @@ def _full(reason: str) -> ApiError:
 def _check_kind(request: Request) -> None:
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("", "identity"):
-        message = f"Content-Encoding is {shown(encoding)}; the server does not decode bodies, send them as they are"
+        message = f"Content-Encoding is {shown(encoding)}; the server does not decode bodies; send the JSON itself"
         raise ApiError(415, message, code="unsupported_content_encoding")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
