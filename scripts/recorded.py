@@ -5,7 +5,7 @@
     scripts/recorded.py compare --source ../other/src  # repeats them with another tree's code
     scripts/recorded.py compare --only tiny --only commands
 
-A safety net for changes that must not change answers. Record before, compare after: each takes four minutes on two
+A safety net for changes that must not change answers. Record before, compare after: each takes nine minutes on two
 cores. It does not replace tests: of nine planted defects of engine and server it reported five. Servers are child
 processes of `quire serve` with different settings, one after the other. Each gets its requests one at a time, in the
 same order. The models are smollm2, which must be in the cache, and a tiny random one, both in float32 with one thread.

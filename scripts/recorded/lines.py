@@ -121,7 +121,7 @@ def _planned(places: Places, tiny: str) -> list[Line]:
     room = ("--hardware", "t4", "--plan.gpu", "16GiB", "--plan.cpu", "200GiB", "--plan.disk", "1500GiB")
     block = ("--micro-batch", "48", "--num-batches", "3")
     small = ("--scheduler.max_running", "16", "--scheduler.token_budget", "128", "--cache.memory", "4MiB")
-    simulated = ("simulate", tiny, "--trace", trace, "--latency", latency, *small, "--requests", "30")
+    simulated = ("simulate", tiny, "--trace", trace, "--latency", latency, *CPU[:6], *small, "--requests", "30")
     apart = ("--cluster.prefill", "1", "--cluster.decode", "1")
     of_cores = ("plan", "placement", tiny, "--cluster.file", cores, "--trace", trace, *TARGETS)
     placement = ("plan", "placement", "opt-13b", "--cluster.file", gpus, "--trace", trace, *TARGETS, "--requests", "16")
