@@ -160,7 +160,7 @@ def held_out(args: argparse.Namespace, options: dict[str, Any]) -> Loss | None:
         return None
     with tempfile.TemporaryDirectory() as name:
         text = Text.read(args.data / "text" / args.held_out)
-        quality = Quality(args.model, {}, None, space, text, num_windows=args.windows, folder=Path(name))
+        quality = Quality(args.model, EngineConfig(), space, text, num_windows=args.windows, folder=Path(name))
         quality.measure(settings, args.windows, float("inf"))
         return quality.losses.measured(settings)
 

@@ -599,6 +599,12 @@ class EngineConfig:
         """Every setting by its key. from_options of these returns an equal configuration."""
         return {key: value for group in _groups(self) for key, value in group.to_options().items()}
 
+    def with_options(self, options: Mapping[str, Any]) -> EngineConfig:
+        """The configuration with some settings changed. Keys, values and errors are those of `from_options`."""
+        values, _ = _options.collect(ENGINE_GROUPS, options, None, ALL_GROUPS)
+        groups: dict[str, Any] = {group.key: group.with_options(values) for group in _groups(self)}
+        return EngineConfig(**groups)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(CommandGroup):

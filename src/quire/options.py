@@ -20,9 +20,9 @@ import tomllib
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 from quire.arguments import Arguments
 from quire.errors import ConfigError, shown
@@ -145,6 +145,13 @@ class SettingsGroup:
     def to_options(self) -> dict[str, Any]:
         """Every setting by its key. A group made from these equals this one."""
         return {setting.key: getattr(self, setting.name) for setting in settings_of(type(self))}
+
+    def with_options(self, options: Mapping[str, Any]) -> Self:
+        """The group with some settings changed, by key. Settings of other groups are ignored. Raises ConfigError for an
+        invalid value.
+        """
+        own = {setting.name: options[setting.key] for setting in settings_of(type(self)) if setting.key in options}
+        return replace(self, **own) if own else self
 
 
 AnyGroup = TypeVar("AnyGroup", bound=SettingsGroup)

@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from quire.cli import main
+from quire.config import EngineConfig
 from quire.evaluation import Perplexity, Retrieval, perplexity
 from quire.evaluation.curves import Quality
 from quire.evaluation.plot import save_plot
@@ -81,7 +82,7 @@ def test_windows_are_kept_for_plans_and_fewer_do_not_replace_more(
     options = {"model.dtype": "float32", "runtime.threads": 1}
     (settings,) = (each for each in space.settings() if space.name(each) == name)
     assert main([*words, "--windows", "1"]) == 0
-    loss = Quality(folder, options, None, space).losses.of(settings)
+    loss = Quality(folder, EngineConfig.from_options(options), space).losses.of(settings)
     assert loss is not None and loss.origin is Origin.MEASURED and loss.how.startswith("2 windows of 300 tokens")
     assert loss.log_ratio == pytest.approx(found["nll"] - dense["nll"])
     assert len(list(kept.rglob("*.json"))) == 2

@@ -16,6 +16,7 @@ import pytest
 from quire.arguments import Arguments
 from quire.cli import main, plan_placement, simulate
 from quire.cluster.placements import shared_options
+from quire.config import EngineConfig
 from quire.planning.candidates import Candidate, Option, Pair, Role
 from quire.planning.cluster_file import ClusterSpec, Network, Nodes
 from quire.planning.devices import DEVICES
@@ -103,7 +104,7 @@ def planner(
     cluster = ClusterSpec(nodes, Network(between=between))
     small = {"scheduler.max_running": 16, "scheduler.token_budget": 256, **options}
     link = None if between is None else Link(1e-4, float(between))
-    target = Target("opt-13b", DEVICES["a100-80g"], small, slow_link=link, gpus=2)
+    target = Target("opt-13b", DEVICES["a100-80g"], EngineConfig.from_options(small), slow_link=link, gpus=2)
     workload = workload or made_workload(count)
     return Planner(OnGpus(target, cluster, 400), Load(workload, count, fit(workload)), slo)
 
@@ -399,7 +400,7 @@ def test_a_cluster_that_fetches_prefixes_skips_no_steps() -> None:
 def test_a_given_speed_within_machines_is_one_of_links_like_the_device_s_own() -> None:
     """An A100 has 300 GB/s. Steps of four GPUs that share layers take as long, whether that is said or not."""
     said, own, half = (
-        Target.on(Gpus("a100-80g", 80 * 10**9, 8, inside), "opt-66b", {})
+        Target.on(Gpus("a100-80g", 80 * 10**9, 8, inside), "opt-66b", EngineConfig())
         .latency(4, 1)
         .seconds(StepWork(prompt_rows=512))
         for inside in (300 * 10**9, None, 150 * 10**9)

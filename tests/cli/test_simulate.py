@@ -82,7 +82,8 @@ def words(folder: Path) -> list[str]:
 def local(folder: Path) -> Callable[..., LocalModel]:
     def make(**options: Any) -> LocalModel:
         usual = {"cache.memory": "4MiB", "scheduler.max_running": 16, "scheduler.token_budget": 128}
-        return LocalModel(str(folder / "model"), {**usual, **options}, None, lambda *_: latency())
+        base = EngineConfig.from_options({**usual, **options})
+        return LocalModel(str(folder / "model"), base, lambda *_: latency())
 
     return make
 
@@ -304,7 +305,7 @@ def test_a_kept_model_with_these_settings_is_found(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     latencies.kept_folder().mkdir(parents=True)
     model = local()
-    kept = latency(**settings_of(model.model_id, model.resolved({})[0]))
+    kept = latency(**settings_of(model.model_id, model.config))
     kept.write(latencies.kept_folder() / "kept.json")
     place = words.index("--latency")
     without = words[:place] + words[place + 2 :]
@@ -399,8 +400,8 @@ def test_a_model_in_numbers_has_their_parameters(name: str) -> None:
 @pytest.mark.parametrize(("name", "device", "tp"), [("llama-2-7b", "a100-80g", 1), ("opt-175b", "h200", 8)])
 def test_a_flat_cache_holds_as_many_tokens_as_the_memory(name: str, device: str, tp: int) -> None:
     """The second one's cache is larger than page ids reach, so that one byte stands for several."""
-    target = Target(name, DEVICES[device], {}, None)
-    setup: Setup = target.setup([Division("mixed", 1, tp)], ClusterConfig(), alone=True)
+    target = Target(name, DEVICES[device], EngineConfig())
+    setup: Setup = target.setup([Division("mixed", EngineConfig(), 1, tp)], ClusterConfig(), alone=True)
     sizes, model = setup.replicas[0].plan.sizes, target.latency(tp, 1)
     assert setup.replicas[0].plan.shape.num_layers == 1
     assert sizes.tokens == pytest.approx(model.cache_tokens, rel=0.01)

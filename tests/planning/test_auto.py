@@ -702,10 +702,10 @@ def known(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     kept.mkdir(parents=True)
     for codec, base in (("dense", 0.012), ("g4", 0.006)):
         own = {**options, "cache.memory": "4MiB", "cache.codec": codec}
-        local = LocalModel(model, own, None, lambda *_: latency(1.0))
+        local = LocalModel(model, EngineConfig.from_options(own), lambda *_: latency(1.0))
         about = speed_settings(local.model_id, local.config)
         latency(base, 1e-7, 5e-5, **about).write(kept / f"{codec}.json")
-    quality = Quality(model, options, None, space, Text("text.txt", TEXT))
+    quality = Quality(model, EngineConfig.from_options(options), space, Text("text.txt", TEXT))
     for name, losses in (("default", (2.0, 2.1)), ("g4", (2.001, 2.1012))):
         settings = chosen(*([] if name == "default" else [name]), space=space)
         way = quality.losses.scoring_of(settings)

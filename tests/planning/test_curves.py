@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.evaluation import curves as measuring
 from quire.evaluation.curves import Quality, Text
@@ -236,8 +237,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def quality(model: str, tmp_path: Path) -> Callable[..., Quality]:
     def make(text: Text | None = TEXT, **changes: Any) -> Quality:
         settings = {"context": 160, "num_windows": 3, "folder": tmp_path, **changes}
-        options = {"runtime.threads": 1, "model.dtype": "float32"}
-        return Quality(model, options, None, Space.of(Machine(cores=2)), text, **settings)
+        base = EngineConfig.from_options({"runtime.threads": 1, "model.dtype": "float32"})
+        return Quality(model, base, Space.of(Machine(cores=2)), text, **settings)
 
     return make
 
@@ -247,9 +248,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The options of every engine that is loaded."""
     found, real = [], measuring.load_engines
 
-    def load(name: str, codecs: Any, context: int, options: Any, file: Any) -> Any:
+    def load(name: str, codecs: Any, context: int, options: Any) -> Any:
         found.append(options)
-        return real(name, codecs, context, options, file)
+        return real(name, codecs, context, options)
 
     monkeypatch.setattr(measuring, "load_engines", load)
     yield found

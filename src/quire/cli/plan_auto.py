@@ -16,6 +16,7 @@ from quire.config import (
     ClusterConfig,
     EngineConfig,
     PlanConfig,
+    ServeConfig,
     add_flags,
     format_bytes,
     options_from,
@@ -67,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         save_frontier(args.plot, found, planner.space, planner.goal.quality, title, planner.unit)
     if args.output is not None:
         with shared.writing(args.output):
-            text = shown.configuration(planner, found, args.model, args.output)
+            origins = sources(options_from(args), args.config) | sources({}, args.config, ("serve", "cluster"))
+            text = shown.configuration(planner, found, args.output, origins, ServeConfig.from_options({}, args.config))
             args.output.write_text(text, encoding="utf-8")
     if args.json:
         print(json.dumps(shown.facts(planner, found), indent=2, allow_nan=False))
@@ -107,15 +109,15 @@ def planner_of(args: argparse.Namespace) -> Planner:
     tools = Tools(kept_folder(), text, args.context, args.windows or WINDOWS, args.processes, progress=_teller())
     common = load, slo
     if args.hardware is not None:
-        return _on_hardware(args, options, given, common, tools, plan)
+        return _on_hardware(args, config, cluster, given, common, tools, plan)
     memory = free_bytes(config) if plan.memory is None else plan.memory
     goal = Goal(*common, memory, plan.quality, args.plan_seconds, args.seed)
-    return LocalPlanner(args.model, options, args.config, Space.of(machine_of(args.model, config, given)), goal, tools)
+    return LocalPlanner(args.model, config, cluster, Space.of(machine_of(args.model, config, given)), goal, tools)
 
 
 def _on_hardware(
-    args: argparse.Namespace, options: dict[str, Any], given: dict[str, Any], common: tuple[Load, Slo], tools: Tools,
-    plan: PlanConfig,
+    args: argparse.Namespace, config: EngineConfig, cluster: ClusterConfig, given: dict[str, Any],
+    common: tuple[Load, Slo], tools: Tools, plan: PlanConfig,
 ) -> Planner:  # fmt: skip
     from quire.evaluation.auto import Goal
     from quire.evaluation.auto_hardware import HardwarePlanner, machine_of
@@ -133,13 +135,11 @@ def _on_hardware(
     has_files = args.model.lower() not in MODELS and not args.model.endswith(".json")
     quality = None
     if has_files:
-        quality = Quality(
-            args.model, options, args.config, space, tools.text, context=tools.context, num_windows=tools.num_windows
-        )
+        quality = Quality(args.model, config, space, tools.text, context=tools.context, num_windows=tools.num_windows)
     elif tools.text is not None:
         raise ConfigError(f"{args.model} has no weights to measure quality with; leave --text out")
     goal = Goal(*common, int(device.memory), plan.quality, args.plan_seconds, args.seed)
-    return HardwarePlanner(args.model, options, args.config, space, goal, tools, device, quality)
+    return HardwarePlanner(args.model, config, cluster, space, goal, tools, device, quality)
 
 
 def given_of(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli import shared, simulation_common
-from quire.config import EngineConfig, ServeConfig, SloConfig, describe, format_bytes, sources
+from quire.config import ServeConfig, SloConfig, describe, format_bytes
 from quire.planning.points import Found, Point, Tried, Why, named
 
 if TYPE_CHECKING:
@@ -96,17 +96,17 @@ def remarks(point: Point) -> list[str]:
     return [f"{parallel.name} is only modelled: an instance is one process with one GPU, and the file leaves it out"]
 
 
-def configuration(planner: Planner, found: Found, model: str, file: Path) -> str:
-    """A file for `quire serve --config`: every setting of engine, cluster and targets, with predictions as comments."""
+def configuration(planner: Planner, found: Found, file: Path, given: Mapping[str, str], serve: ServeConfig) -> str:
+    """A file for `quire serve --config`: every setting of engine, cluster and targets, with predictions as comments.
+
+    given  origins of the settings that the plan was given, by key
+    """
     chosen, goal = found.chosen, planner.goal
     point = chosen.point
-    options = {**planner.engine_options(point.settings), "cache.memory": point.room.cache}
-    origins = sources(options, planner.file) | sources({}, planner.file, ("serve", "cluster"))
     planned = {**point.settings.options, "cache.memory": None}
-    given = {*planner.options, *(key for key, origin in origins.items() if origin.startswith("file"))}
-    origins |= {key: "planned" for key in planned if key not in given}
+    origins = {key: "planned" if key in planned and origin == "default" else origin for key, origin in given.items()}
     lines = [
-        f"quire serve {model} --config {file}",
+        f"quire serve {planner.name} --config {file}",
         "",
         f"Made by quire plan auto for {goal.load.workload.name} within {format_bytes(goal.memory)} and a quality budget"
         f" of {goal.quality:.2%}: {point.name(planner.space)}.",
@@ -120,8 +120,8 @@ def configuration(planner: Planner, found: Found, model: str, file: Path) -> str
     ttft, tpot = simulation_common.finite(goal.slo.ttft), simulation_common.finite(goal.slo.tpot)
     slo = SloConfig(ttft=ttft, tpot=tpot, attainment=goal.slo.attainment)
     groups = (
-        EngineConfig.from_options(options, planner.file),
-        ServeConfig.from_options({}, planner.file),
+        planner.config_of(point.settings).with_options({"cache.memory": point.room.cache}),
+        serve,
         planner.cluster_of(point.settings),
         slo,
     )

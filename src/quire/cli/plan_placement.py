@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from quire.arguments import Arguments
 from quire.cli import shared, simulation_common
 from quire.cli.latencies import LatencyFiles
-from quire.config import ENGINE_SECTIONS, add_flags, flags_of, options_from
+from quire.config import ENGINE_SECTIONS, EngineConfig, add_flags, flags_of, options_from
 from quire.errors import ConfigError, QuireError
 from quire.options import format_number
 
@@ -143,14 +143,14 @@ def _checked(args: argparse.Namespace) -> Slo:
 
 def maker_of(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> Maker:
     """The maker of instances on the machines. Raises ConfigError."""
-    options = options_from(args)
+    config = EngineConfig.from_flags(args)
     lengths = load.workload.prompt_tokens + load.workload.columns.num_out
     if not cluster.has_gpus:
         from quire.simulation.search import OnCores
         from quire.simulation.setup import LocalModel
 
         files = LatencyFiles(args.latency, args.model)
-        model = LocalModel(args.model, options, args.config, files.of)
+        model = LocalModel(args.model, config, files.of)
         return OnCores(model, cluster, min(int(lengths.max()), model.sizes.max_context))
     from quire.planning.devices import DEVICES
     from quire.planning.placement_file import Gpus
@@ -162,7 +162,7 @@ def maker_of(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> Make
     gpus = Gpus.of(cluster)
     if gpus is None:
         raise ConfigError(f"nodes.device is missing in {args.cluster_file}; the GPUs are {', '.join(DEVICES)}")
-    target = Target.on(gpus, args.model, options, args.config)
+    target = Target.on(gpus, args.model, config)
     context = target.config.model.max_context or target.shape.max_context
     return OnGpus(target, cluster, min(int(lengths.max()), context))
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from quire.arguments import Arguments
 from quire.cli import shared, simulation_common
 from quire.cli.latencies import LatencyFiles
-from quire.config import ENGINE_SECTIONS, ClusterConfig, add_flags, options_from
+from quire.config import ENGINE_SECTIONS, ClusterConfig, EngineConfig, add_flags
 from quire.errors import ConfigError
 from quire.options import parse_bytes
 
@@ -208,8 +208,8 @@ def _here(args: argparse.Namespace, settings: ClusterConfig, placement: Placemen
 
     if args.model.lower() in MODELS and not Path(args.model).exists():
         raise ConfigError(f"{args.model} is a model in numbers, without weights; name GPUs for it with --hardware")
-    options, files = options_from(args), LatencyFiles(args.latency, args.model)
-    return LocalModel(args.model, options, args.config, files.of).setup(settings, placement)
+    files = LatencyFiles(args.latency, args.model)
+    return LocalModel(args.model, EngineConfig.from_flags(args), files.of).setup(settings, placement)
 
 
 def _on_hardware(args: argparse.Namespace, settings: ClusterConfig, placement: Placement | None) -> tuple[Setup, int]:
@@ -221,20 +221,23 @@ def _on_hardware(args: argparse.Namespace, settings: ClusterConfig, placement: P
 
     if args.latency:
         raise ConfigError("--latency is measured and --hardware is modelled; give one of them")
-    options, tp, pp = options_from(args), args.tp or 1, args.pp or 1
+    config, tp, pp = EngineConfig.from_flags(args), args.tp or 1, args.pp or 1
     device = device_named(args.hardware)
-    target = Target(args.model, device, options, args.config)
+    target = Target(args.model, device, config)
     if placement is not None and placement.gpus is not None and placement.gpus.device.lower() == device.name:
-        target = Target.on(placement.gpus, args.model, options, args.config)
+        target = Target.on(placement.gpus, args.model, config)
     if placement is not None:
         if args.tp or args.pp:
             raise ConfigError("the placement says how instances are divided; leave --parallel.tp and --parallel.pp out")
-        divisions = [Division(each.role, each.count, each.tp, each.pp, each.options) for each in placement.instances]
+        divisions = [
+            Division(each.role, config.with_options(each.options), each.count, each.tp, each.pp)
+            for each in placement.instances
+        ]
     else:
         counts = {role: getattr(settings, role) for role in ROLES}
-        divisions = [Division(role, count, tp, pp) for role, count in counts.items() if count]
+        divisions = [Division(role, config, count, tp, pp) for role, count in counts.items() if count]
     is_alone = not divisions
-    divisions = divisions or [Division("mixed", 1, tp, pp)]
+    divisions = divisions or [Division("mixed", config, 1, tp, pp)]
     bulk = None if args.network is None else Link(HOP_SECONDS, float(parse_bytes(args.network)))
     in_pairs = settings.placement == "pairs" if placement is None else placement.in_pairs
     setup = target.setup(divisions, settings, bulk, alone=is_alone, in_pairs=in_pairs)

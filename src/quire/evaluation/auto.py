@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
@@ -31,7 +31,7 @@ from quire.planning.goodput import Goodput, Verdict
 from quire.planning.latency import Latency, Origin
 from quire.planning.points import Found, Left, Point, Room, Why
 from quire.planning.slo import ANYTHING, Slo
-from quire.planning.space import NOT_OF_ENGINES, Settings, Space
+from quire.planning.space import Settings, Space
 from quire.planning.workload import Workload
 from quire.simulation.load import Load, Simulation, Workers, asked_of
 
@@ -115,10 +115,12 @@ def within(workload: Workload, most: int) -> Workload | None:
 class Planner(ABC):
     """Plans for a kind of machine.
 
-    name, options, file  as for `LLM`, without cache.memory
-    quality              what is known, and measured; None for a model without a checkpoint
-    left                 settings that are not searched, and why
-    unit                 what goodput is counted for
+    name     as for `LLM`
+    config   of the engines, as far as no axis decides it
+    cluster  the same of the instances
+    quality  what is known, and measured; None for a model without a checkpoint
+    left     settings that are not searched, and why
+    unit     what goodput is counted for
     """
 
     unit = "machine"
@@ -126,18 +128,18 @@ class Planner(ABC):
     def __init__(
         self,
         name: str,
-        options: Mapping[str, Any],
-        file: Path | None,
+        config: EngineConfig,
+        cluster: ClusterConfig,
         space: Space,
         goal: Goal,
         tools: Tools,
         quality: Quality | None,
     ) -> None:
-        self.name, self.options, self.file = name, dict(options), file
+        self.name, self.config = name, config
         self.space, self.goal, self.tools, self.quality = space, goal, tools, quality
         self.left: list[Left] = []
         self.end = math.inf
-        self.cluster_of = cache(self._cluster_of)
+        self.cluster_of = cache(lambda settings: cluster.with_options(settings.options))
         self._asked = cache(lambda retain: asked_of(self.goal.load.workload, retain, self.window))
         self._ceilings: dict[tuple[Settings, float], float] = {}
         self._workers: Workers | None = None
@@ -273,15 +275,9 @@ class Planner(ABC):
             yield
         self._workers = None
 
-    def engine_options(self, settings: Settings) -> dict[str, Any]:
-        """What an engine with these settings is given."""
-        own = {key: value for key, value in settings.options.items() if not key.startswith(NOT_OF_ENGINES)}
-        return {**self.options, **own}
-
-    def _cluster_of(self, settings: Settings) -> ClusterConfig:
-        """The instances of settings."""
-        own = {key: value for key, value in settings.options.items() if key.startswith("cluster.")}
-        return ClusterConfig.from_options(own, self.file)
+    def config_of(self, settings: Settings) -> EngineConfig:
+        """The configuration of an engine with these settings, with automatic values. Raises ConfigError."""
+        return self.config.with_options(settings.engine_options)
 
     def loss_of(self, settings: Settings) -> Loss | None:
         """The loss of settings; None if it is not known."""
@@ -296,7 +292,7 @@ class Planner(ABC):
         found = []
         for settings in self.space.settings():
             try:
-                config = EngineConfig.from_options(self.engine_options(settings), self.file)
+                config = self.config_of(settings)
                 if self.quality is not None:
                     self.quality.calibration_of(config)
                 self.cluster_of(settings)

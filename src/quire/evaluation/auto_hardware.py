@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from quire.cache.ledger import PAGE_TOKENS
@@ -22,7 +21,7 @@ from quire.planning.devices import Device
 from quire.planning.latency import Latency, Origin
 from quire.planning.points import Point, Room
 from quire.planning.space import Machine, Settings, Space
-from quire.simulation.hardware import Division, Target
+from quire.simulation.hardware import Division, Target, check_modelled
 from quire.simulation.setup import ROLES, Setup
 
 GPUS = 8
@@ -55,10 +54,10 @@ class HardwarePlanner(Planner):
     unit = "GPU"
 
     def __init__(
-        self, name: str, options: Mapping[str, Any], file: Path | None, space: Space, goal: Goal, tools: Tools,
+        self, name: str, config: EngineConfig, cluster: ClusterConfig, space: Space, goal: Goal, tools: Tools,
         device: Device, quality: Quality | None,
     ) -> None:  # fmt: skip
-        super().__init__(name, options, file, space, goal, tools, quality)
+        super().__init__(name, config, cluster, space, goal, tools, quality)
         self.device = device
         self._targets: dict[str, Target] = {}
         self.latency_of = cache(self._latency_of)
@@ -86,7 +85,8 @@ class HardwarePlanner(Planner):
                 f"the weights need {format_bytes(int(model.gpu_weight_bytes))} of each of {tp * pp} x"
                 f" {self.device.name}, and leave no room for a cache"
             )
-        config = target.given(self.engine_options(settings))
+        config = self.config_of(settings)
+        check_modelled(config)
         limits, cache_bytes = config.scheduler, int(tokens * model.token_bytes)
         least = limits.max_running + PAGE_TOKENS + (config.retain.profile_rows if config.retain.is_on else 0)
         budget = limits.token_budget or max(TOKEN_BUDGET["cuda"], least)
@@ -127,20 +127,18 @@ class HardwarePlanner(Planner):
         """With the weights of settings, which are those of all engines of a target."""
         form = str(settings.options["model.weights"])
         if form not in self._targets:
-            options = {**self.options, "model.weights": form}
-            self._targets[form] = Target(self.name, self.device, options, self.file)
+            self._targets[form] = Target(self.name, self.device, self.config.with_options({"model.weights": form}))
         return self._targets[form]
 
     def _latency_of(self, settings: Settings) -> AnalyticModel:
-        config = EngineConfig.from_options(self.engine_options(settings), self.file)
-        return self._target(settings).latency(*_division(settings), config)
+        return self._target(settings).latency(*_division(settings), self.config_of(settings))
 
     def _divisions(self, settings: Settings, cache_bytes: int) -> tuple[Division, ...]:
         tp, pp = _division(settings)
         cluster = self.cluster_of(settings)
-        options = {**self.engine_options(settings), "cache.memory": cache_bytes}
+        config = self.config_of(settings).with_options({"cache.memory": cache_bytes})
         counts = [(role, getattr(cluster, role)) for role in ROLES if getattr(cluster, role)] or [("mixed", 1)]
-        return tuple(Division(role, count, tp, pp, options) for role, count in counts)
+        return tuple(Division(role, config, count, tp, pp) for role, count in counts)
 
 
 def _division(settings: Settings) -> tuple[int, int]:

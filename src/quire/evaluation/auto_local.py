@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from quire.cache.ledger import MAX_ARENA_BYTES
-from quire.config import EngineConfig, format_bytes
+from quire.config import ClusterConfig, EngineConfig, format_bytes
 from quire.engine.machine import available_memory, device_type_of, usable_cores
 from quire.errors import ConfigError
 from quire.evaluation.auto import Fit, Goal, Planner, Tools
@@ -63,25 +62,25 @@ class LocalPlanner(Planner):
     """
 
     def __init__(
-        self, name: str, options: Mapping[str, Any], file: Path | None, space: Space, goal: Goal, tools: Tools
+        self, name: str, config: EngineConfig, cluster: ClusterConfig, space: Space, goal: Goal, tools: Tools
     ) -> None:
-        quality = Quality(name, options, file, space, tools.text, context=tools.context, num_windows=tools.num_windows)
-        super().__init__(name, options, file, space, goal, tools, quality)
+        quality = Quality(name, config, space, tools.text, context=tools.context, num_windows=tools.num_windows)
+        super().__init__(name, config, cluster, space, goal, tools, quality)
         # Weights take the same with any cache.
-        self._model = LocalModel(name, {**self.options, "cache.memory": MAX_ARENA_BYTES}, file, _no_latency)
+        self._model = LocalModel(name, config.with_options({"cache.memory": MAX_ARENA_BYTES}), _no_latency)
         self.process_bytes = DEVICE_BYTES if self._model.config.runtime.device == "cuda" else PROCESS_BYTES
-        self._weights = cache(lambda form: self._model.resolved({"model.weights": form})[1].weight_bytes)
+        base = self._model.base
+        self._with_form = cache(lambda form: self._model.resolved(base.with_options({"model.weights": form})))
         self._shared = cache(self._shared_bytes)
         self._fits: dict[tuple[Settings, float], Fit] = {}
         self._disk = cache(disk_link)
-        self.speeds = Speeds(name, options, file, space, tools.folder, self._measured_bytes())
+        self.speeds = Speeds(name, config, space, tools.folder, self._measured_bytes())
 
     def run(self) -> Found:
         """See Planner. Removes layer images that were written for trials, except for that of the chosen settings."""
         with temporary_images() as kept:
             found = super().run()
-            form = found.chosen.point.settings.options["model.weights"]
-            if (image := self._image(str(form))) is not None:
+            if (image := self._image(self.config_of(found.chosen.point.settings).model.weights)) is not None:
                 kept.add(image_path(image.origin))
         return found
 
@@ -114,7 +113,7 @@ class LocalPlanner(Planner):
 
     def _image(self, form: str) -> ImageSpec | None:
         """The layer image that engines with this form of weights map."""
-        config, _, _ = self._model.resolved({"model.weights": form})
+        config, _, _ = self._with_form(form)
         with open_model(resolve_model(self.name)) as checkpoint:
             return engine_image_spec(checkpoint, config)
 
@@ -125,17 +124,17 @@ class LocalPlanner(Planner):
         return self._fits[settings, share]
 
     def _fit(self, settings: Settings, share: float) -> Fit:
-        options = self.engine_options(settings)
+        base = self.config_of(settings)
         count, processes = self._counts(settings)
-        form = EngineConfig.from_options(options, self.file).model.weights
-        others = count * self._weights(form) - (count - 1) * self._shared(form) + processes * self.process_bytes
+        weights, shared = self._with_form(base.model.weights)[1].weight_bytes, self._shared(base.model.weights)
+        others = count * weights - (count - 1) * shared + processes * self.process_bytes
         cache_bytes = int((self.goal.memory - others) * share / count) // GRAIN * GRAIN
         if cache_bytes <= 0:
             raise ConfigError(
                 f"weights and {processes} process{'es' * (processes > 1)} need {format_bytes(others)}, and plan.memory"
                 f" is {format_bytes(self.goal.memory)}; raise plan.memory"
             )
-        config, sizes, _ = self._model.resolved({**options, "cache.memory": cache_bytes})
+        config, sizes, _ = self._model.resolved(base.with_options({"cache.memory": cache_bytes}))
         return Fit(Room(cache_bytes, others + count * sizes.cache_bytes, count * sizes.tokens), config)
 
     def _counts(self, settings: Settings) -> tuple[int, int]:
@@ -178,10 +177,8 @@ class LocalPlanner(Planner):
         """See Planner."""
         found = self.speeds.of(point.settings)
         assert found is not None, f"{point.settings} without a latency"
-        options = {**self.engine_options(point.settings), "cache.memory": point.room.cache}
-        link = self._disk(EngineConfig.from_options(options, self.file).tiers)
-        cluster = self.cluster_of(point.settings)
-        return LocalInstances(self.name, options, self.file, cluster, found.model, link)
+        config = self.config_of(point.settings).with_options({"cache.memory": point.room.cache})
+        return LocalInstances(self.name, config, self.cluster_of(point.settings), found.model, self._disk(config.tiers))
 
     def memory_text(self, point: Point) -> str:
         """See Planner."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from quire.cache.codecs import DENSE
 from quire.config import EngineConfig
@@ -33,7 +32,7 @@ from quire.models.tokenizer import load_tokenizer
 from quire.models.weights import open_model
 from quire.planning.curves import BEYOND, FITTED_TEXT, Curve, Curves, Loss, Losses, Scoring, parts_of
 from quire.planning.latency import About
-from quire.planning.space import NOT_OF_ENGINES, Settings, Space, Value
+from quire.planning.space import Settings, Space
 from quire.safe_io import read_given_text
 from quire.version import __version__
 
@@ -83,18 +82,18 @@ class Text:
 class Quality:
     """What is known of the quality of a model's settings, and what can be measured of it.
 
-    name, options, file  as for `LLM`. options are those that no axis decides
-    text                 to measure with; None: nothing is measured
-    context              tokens of a window; None: CONTEXT, or as many as the model takes
-    num_windows          most of them
-    losses               what is known so far
+    name         as for `LLM`
+    base         configuration of the engines, as far as no axis decides it
+    text         to measure with; None: nothing is measured
+    context      tokens of a window; None: CONTEXT, or as many as the model takes
+    num_windows  most of them
+    losses       what is known so far
     """
 
     def __init__(
         self,
         name: str,
-        options: Mapping[str, Any],
-        file: Path | None,
+        base: EngineConfig,
         space: Space,
         text: Text | None = None,
         *,
@@ -103,14 +102,13 @@ class Quality:
         folder: Path | None = None,
     ) -> None:
         self.name, self.space, self._text, self._num_windows = name, space, text, num_windows
-        self._options, self._file = dict(options), file
+        self._base = base
         self._path = resolve_model(name)
         self.model_id = fingerprint(self._path)
         with open_model(self._path) as checkpoint:
             self._shape = checkpoint.shape
         if context is None:
-            limit = EngineConfig.from_options(self._options, file).model.max_context or self._shape.max_context
-            context = min(CONTEXT, limit)
+            context = min(CONTEXT, base.model.max_context or self._shape.max_context)
         if context < LEAST_CONTEXT:
             raise ConfigError(
                 f"a window of {context} tokens has no room for a prompt and an answer; give at least {LEAST_CONTEXT}"
@@ -124,7 +122,7 @@ class Quality:
 
     def config_of(self, settings: Settings) -> EngineConfig:
         """Raises ConfigError."""
-        return EngineConfig.from_options(self._all_options(settings.options), self._file)
+        return self._base.with_options(settings.engine_options)
 
     def calibration_of(self, config: EngineConfig) -> Calibration | None:
         """The calibration of a configuration. Raises ConfigError with a command that makes it if there is none."""
@@ -195,8 +193,9 @@ class Quality:
         if time.monotonic() >= deadline:
             return False
         what = self.space.name(settings)
-        self.calibration_of(self.config_of(settings))
-        engines, _ = load_engines(self.name, (), scoring.context, self._all_options(settings.options), self._file)
+        config = self.config_of(settings)
+        self.calibration_of(config)
+        engines, _ = load_engines(self.name, (), scoring.context, config.to_options())
         try:
             for number, window in enumerate(left):
                 begun = time.monotonic()
@@ -221,15 +220,10 @@ class Quality:
     def _cut(self, context: int) -> list[list[int]]:
         if self._windows is None:
             assert self._text is not None
-            config = EngineConfig.from_options(self._options, self._file)
-            tokenizer = load_tokenizer(self._path, config.model.tokenizer, config.model.chat_template)
+            model = self._base.model
+            tokenizer = load_tokenizer(self._path, model.tokenizer, model.chat_template)
             self._windows = cut_windows(tokenizer.encode(self._text.content), context)
         return self._windows
-
-    def _all_options(self, options: Mapping[str, Value]) -> dict[str, Any]:
-        """Those of an engine."""
-        own = {key: value for key, value in options.items() if not key.startswith(NOT_OF_ENGINES)}
-        return {**self._options, **own}
 
     def _key_of(self, settings: Settings) -> About:
         config = self.config_of(settings)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quire.cache.costs import LATENCY
 from quire.config import EngineConfig, TiersConfig
@@ -26,7 +25,7 @@ from quire.planning.composed import composed
 from quire.planning.kept_latencies import is_poor, keep, kept_models, num_steps, rank, unmeasured
 from quire.planning.latency import About, LatencyModel, Link, Origin, mismatch
 from quire.planning.latency_fit import Record, fit
-from quire.planning.space import NOT_OF_ENGINES, Effect, Settings, Space, Value
+from quire.planning.space import Effect, Settings, Space, Value
 from quire.stores.direct import allows_direct, measure_speed
 
 log = logging.getLogger("quire")
@@ -61,16 +60,15 @@ class Speed:
 class Speeds:
     """What is known of the seconds of a model's steps, and what can be measured of them.
 
-    name, options, file  as for `LLM`. options are those that no axis decides
-    folder               of kept models; measured ones are kept there
-    memory               bytes of the cache of an engine that is measured
+    name    as for `LLM`
+    base    configuration of the engines, as far as no axis decides it
+    folder  of kept models; measured ones are kept there
+    memory  bytes of the cache of an engine that is measured
     """
 
-    def __init__(
-        self, name: str, options: Mapping[str, Any], file: Path | None, space: Space, folder: Path, memory: int
-    ) -> None:
+    def __init__(self, name: str, base: EngineConfig, space: Space, folder: Path, memory: int) -> None:
         self.name, self.space = name, space
-        self._options, self._file, self._folder, self._memory = dict(options), file, folder, memory
+        self._base, self._folder, self._memory = base, folder, memory
         self._path = resolve_model(name)
         self._model_id = fingerprint(self._path)
         self.models = [model for _, model in kept_models(folder) if not unmeasured(model)]
@@ -209,15 +207,12 @@ class Speeds:
 
     def config_of(self, settings: Settings) -> EngineConfig:
         """What of the settings an engine has. Raises ConfigError."""
-        own = {key: value for key, value in settings.options.items() if not key.startswith(NOT_OF_ENGINES)}
         nothing = dict.fromkeys(("cache.pin", "tiers.disk", "tiers.disk_bandwidth", "tiers.memory"))
-        threads = {"runtime.threads": threads_of(settings.options, self._options, self._file)}
-        return EngineConfig.from_options({**self._options, **own, **nothing, **threads}, self._file)
+        threads = {"runtime.threads": threads_of(settings.options, self._base)}
+        return self._base.with_options({**settings.engine_options, **nothing, **threads})
 
     def _config(self, settings: Settings) -> EngineConfig:
-        return EngineConfig.from_options(
-            {**self.config_of(settings).to_options(), "cache.memory": self._memory}, self._file
-        )
+        return self.config_of(settings).with_options({"cache.memory": self._memory})
 
     def _wanted(self, timed: Settings) -> About:
         config = self._config(timed)
@@ -226,11 +221,10 @@ class Speeds:
         return settings_of(self._model_id, resolved)
 
 
-def threads_of(options: Mapping[str, Value], given: Mapping[str, Any], file: Path | None) -> int:
+def threads_of(options: Mapping[str, Value], base: EngineConfig) -> int:
     """Threads of each instance; those that have more than others take what the others do."""
-    threads = EngineConfig.from_options(given, file).runtime.threads
-    if threads is not None:
-        return threads
+    if base.runtime.threads is not None:
+        return base.runtime.threads
     return max(1, usable_cores() // num_instances(options))
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from quire.config import ClusterConfig, EngineConfig
 from quire.planning.auto import Rung
@@ -69,21 +67,20 @@ class Maker(Protocol):
 class LocalInstances:
     """Instances of this machine, from which another process makes a setup.
 
-    options  of an engine, with its cache
+    config   of an engine, with its cache
     latency  of every instance
     disk     how fast the disk of a tier is, as far as that was measured
     """
 
     name: str
-    options: Mapping[str, Any]
-    file: Path | None
+    config: EngineConfig
     cluster: ClusterConfig
     latency: LatencyModel
     disk: Link | None = None
 
     def setup(self) -> Setup:
         """See Maker."""
-        return LocalModel(self.name, self.options, self.file, self._latency).setup(self.cluster)
+        return LocalModel(self.name, self.config, self._latency).setup(self.cluster)
 
     @property
     def _known(self) -> LatencyModel:

@@ -212,6 +212,11 @@ class Settings:
         """Settings by key."""
         return {key: value for choice in self.choices for key, value in choice.options}
 
+    @property
+    def engine_options(self) -> dict[str, Value]:
+        """The settings of an engine among them."""
+        return {key: value for key, value in self.options.items() if not key.startswith(NOT_OF_ENGINES)}
+
     def of(self, axis: str) -> Choice:
         """The choice of an axis."""
         return next(choice for choice in self.choices if choice.axis == axis)

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from quire.cache.ledger import MAX_ARENA_BYTES, PAGE_TOKENS
 from quire.config import (
@@ -60,59 +59,44 @@ FLAT_HIDDEN = 64
 
 @dataclass(frozen=True)
 class Division:
-    """Equal instances of several GPUs. options: settings of their engines beside those of all, by key."""
+    """Equal instances of several GPUs. config: of their engines, with automatic values."""
 
     role: str
+    config: EngineConfig
     count: int = 1
     tp: int = 1
     pp: int = 1
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A model on a kind of GPU.
+    """A model on a kind of GPU. Raises ConfigError for what cannot be simulated.
 
-    name             in MODELS, a config.json, or any model
-    options, file    as for `LLM`
-    usable           share of a GPU's memory for weights and cache
-    slow_link        between machines, for stages that do not fit on one; None: as within them
-    gpus             of a machine
+    name       in MODELS, a config.json, or any model
+    config     of its engines, with automatic values
+    usable     share of a GPU's memory for weights and cache
+    slow_link  between machines, for stages that do not fit on one; None: as within them
+    gpus       of a machine
     """
 
     name: str
     device: Device
-    options: Mapping[str, Any]
-    file: Path | None = None
+    config: EngineConfig
     usable: float = 0.9
     slow_link: Link | None = None
     gpus: int = 8
 
     @classmethod
-    def on(cls, gpus: Gpus, name: str, options: Mapping[str, Any], file: Path | None = None) -> Target:
+    def on(cls, gpus: Gpus, name: str, config: EngineConfig) -> Target:
         """A model on the GPUs of a plan. Raises ConfigError if their device is unknown."""
         device = dataclasses.replace(device_named(gpus.device), memory=float(gpus.memory))
         if gpus.inside is not None:
             device = dataclasses.replace(device, nvlink=float(gpus.inside))
         slow = None if gpus.between is None else Link(HOP_SECONDS, float(gpus.between))
-        return cls(name, device, options, file, 1.0, slow, gpus.count)
+        return cls(name, device, config, 1.0, slow, gpus.count)
 
-    @cached_property
-    def config(self) -> EngineConfig:
-        """What the options and the file say."""
-        return self.given({})
-
-    def given(self, options: Mapping[str, Any]) -> EngineConfig:
-        """The same with other options. Raises ConfigError for what cannot be simulated."""
-        config = EngineConfig.from_options({**self.options, **options}, self.file)
-        check_simulated(config)
-        for key, is_on in (
-            ("offload.mode", config.offload.is_on),
-            ("cache.sparse_values", config.cache.sparse_values < 1),
-        ):
-            if is_on:
-                raise ConfigError(f"{key} is set, and no formula for other hardware knows it; leave it out")
-        return config
+    def __post_init__(self) -> None:
+        check_modelled(self.config)
 
     @cached_property
     def _checkpoint(self) -> tuple[ModelShape, dict[str, str]]:
@@ -193,7 +177,9 @@ class Target:
         alone     whether the only instance is an engine without a router
         in_pairs  see Setup
         """
-        configs = [self.given(each.options) for each in divisions]
+        configs = [each.config for each in divisions]
+        for config in configs:
+            check_modelled(config)
         of_pair = sum(each.tp for each in divisions) if in_pairs else 0
         latencies = [
             self.latency(each.tp, each.pp, config, of_pair) for each, config in zip(divisions, configs, strict=True)
@@ -241,6 +227,17 @@ class Target:
         )  # fmt: skip
         resolved, sizes = resolve(flat, shape)
         return Plan(shape, resolved, dataclasses.replace(sizes, weight_bytes=int(self.weight_bytes)), latency)
+
+
+def check_modelled(config: EngineConfig) -> None:
+    """Raises ConfigError for what cannot be simulated on hardware that is not here."""
+    check_simulated(config)
+    for key, is_on in (
+        ("offload.mode", config.offload.is_on),
+        ("cache.sparse_values", config.cache.sparse_values < 1),
+    ):
+        if is_on:
+            raise ConfigError(f"{key} is set, and no formula for other hardware knows it; leave it out")
 
 
 def shape_of(name: str) -> ModelShape:

@@ -159,11 +159,11 @@ class OnGpus(Maker):
 
     def setup(self, placement: Placement) -> Setup:
         """See Maker."""
-        divisions = [Division(each.role, each.count, each.tp, each.pp) for each in placement.instances]
+        divisions = [Division(each.role, self.config, each.count, each.tp, each.pp) for each in placement.instances]
         return self.target.setup(divisions, ClusterConfig(), in_pairs=placement.in_pairs)
 
     def _setup(self, parts: Sequence[Candidate], *, in_pairs: bool = False) -> Setup:
-        divisions = [Division(each.role, 1, each.tp, each.pp) for each in parts]
+        divisions = [Division(each.role, self.config, 1, each.tp, each.pp) for each in parts]
         return self.target.setup(divisions, ClusterConfig(), in_pairs=in_pairs)
 
 
@@ -186,7 +186,7 @@ class OnCores(Maker):
     @property
     def config(self) -> EngineConfig:
         """See Maker."""
-        return self.model.given({})
+        return self.model.base
 
     @cached_property
     def needs(self) -> Needs:
@@ -212,7 +212,7 @@ class OnCores(Maker):
         if candidate not in self._made:
             options = {**self.options_of(candidate), "runtime.threads": candidate.cores}
             try:
-                self._made[candidate] = self.model.replicas(candidate.role, options)
+                self._made[candidate] = self.model.replicas(candidate.role, self.config.with_options(options))
             except ConfigError as error:
                 self._made[candidate] = error
         found = self._made[candidate]

@@ -15,8 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.cache.costs import LATENCY
 from quire.cluster.colocation import colocated_groups
@@ -243,29 +242,26 @@ def silent() -> Iterator[None]:
 class LocalModel:
     """A checkpoint, and the engines that this machine would make of it. Equal ones are planned once.
 
-    name, options, file  as for `LLM`
-    latency_of           their latencies
+    name        as for `LLM`
+    base        configuration of the engines, with automatic values
+    latency_of  their latencies
+    config      `base` without automatic values
     """
 
-    def __init__(self, name: str, options: Mapping[str, Any], file: Path | None, latency_of: LatencyOf) -> None:
-        self.name, self.options, self.file = name, options, file
+    def __init__(self, name: str, base: EngineConfig, latency_of: LatencyOf) -> None:
+        self.name, self.base = name, base
         self.path = resolve_model(name)
         self.model_id = fingerprint(self.path)
         with open_model(self.path) as checkpoint:
             self.shape: ModelShape = checkpoint.shape
         self._latency_of = latency_of
-        self._planned: dict[tuple[object, ...], Replicas] = {}
-        self.config, self.sizes, _ = self.resolved({})
+        self._planned: dict[tuple[str, EngineConfig], Replicas] = {}
+        self.config, self.sizes, _ = self.resolved(base)
 
-    def given(self, options: Mapping[str, Any]) -> EngineConfig:
-        """The configuration with other options, automatic values included."""
-        return EngineConfig.from_options({**self.options, **options}, self.file)
-
-    def resolved(self, options: Mapping[str, Any]) -> tuple[EngineConfig, EngineSizes, Calibration | None]:
-        """The configuration with other options and without automatic values, and what fits under it. Raises ConfigError
-        for what cannot be simulated.
+    def resolved(self, config: EngineConfig) -> tuple[EngineConfig, EngineSizes, Calibration | None]:
+        """A configuration without automatic values, and what fits under it. Raises ConfigError for what cannot be
+        simulated.
         """
-        config = self.given(options)
         check_simulated(config)
         with open_model(self.path) as checkpoint:
             calibration = find_calibration(self.path, config)
@@ -276,11 +272,11 @@ class LocalModel:
             with silent():  # about threads: another machine may have more cores
                 return *resolve(config, checkpoint.shape, checkpoint, calibration), calibration
 
-    def replicas(self, role: str, options: Mapping[str, Any], count: int = 1) -> Replicas:
-        """Equal instances with these options."""
-        key = (role, *sorted((name, str(value)) for name, value in options.items()))
+    def replicas(self, role: str, base: EngineConfig, count: int = 1) -> Replicas:
+        """Equal instances. base: their configuration, with automatic values."""
+        key = role, base
         if key not in self._planned:
-            config, sizes, calibration = self.resolved(options)
+            config, sizes, calibration = self.resolved(base)
             latency = self._latency_of(role, config, self.model_id)
             plan = Plan(self.shape, config, sizes, latency, calibration, self.model_id)
             threads = config.runtime.threads
@@ -295,7 +291,7 @@ class LocalModel:
         numbers.
         """
         if not settings.is_on and placement is None:
-            alone = self.replicas("mixed", {})
+            alone = self.replicas("mixed", self.base)
             return Setup((alone,), ways_of([alone.plan.latency]), is_cluster=False)
         for each in () if placement is None else placement.instances:
             if each.tp * each.pp > 1:
@@ -308,15 +304,17 @@ class LocalModel:
         instances = usual if placement is None else placement.instances
         hosts = None if placement is None else placement.hosts
         is_local = settings.address is None and (hosts is None or hosts.count == 1)
-        common = shared_options(instances, self.options, self.file, is_local=is_local)
+        options = shared_options(instances, self.base.to_options(), None, is_local=is_local)
+        common = self.base.with_options(options)
         _, sizes, _ = self.resolved(common)
-        model = ServedModel(self.name, common, self.file, self.given(common), sizes.weight_bytes, sizes.cache_bytes)
+        model = ServedModel(self.name, options, None, common, sizes.weight_bytes, sizes.cache_bytes)
         # A placement for another machine says how many cores that one has.
         threads = [str(each.options.get("runtime.threads", "")) for each in instances]
         given = sum(int(own) * each.count for own, each in zip(threads, instances, strict=True) if own.isdecimal())
         specs = Counter(specs_of(instances, model, max(given, len(os.sched_getaffinity(0))), is_local=is_local))
         replicas = [
-            self.replicas(spec.role, {**common, **dict(spec.settings.options)}, count) for spec, count in specs.items()
+            self.replicas(spec.role, common.with_options(dict(spec.settings.options)), count)
+            for spec, count in specs.items()
         ]
         transport = "tcp" if settings.transport == "tcp" or not is_local else "shm"
         ways = ways_of([each.plan.latency for each in replicas], transport)
