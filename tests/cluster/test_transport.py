@@ -35,6 +35,7 @@ from quire.cluster.transport.sockets import SocketStream
 from quire.cluster.transport.stream import TransportError
 from quire.engine.outputs import CompletionOutput
 from quire.errors import ConfigError
+from quire.version import __version__
 
 from .. import links_child
 from ..effort import examples, tries
@@ -580,7 +581,7 @@ def test_two_peers_that_flood_each_other_go_on(cluster: Cluster, monkeypatch: py
     ("options", "reason"),
     [
         ({"secret": b"another"}, "has another secret"),
-        ({"compatibility_tag": b"another"}, "has another model, codec or calibration"),
+        ({"compatibility_tag": b"x"}, f"runs another version of Quire; this process runs version {__version__}"),
         ({"name": "a"}, "calls itself 'a' too"),
     ],
 )
