@@ -216,9 +216,14 @@ def _findings(text: str, _: Marks) -> Any:
 
 def _generated(text: str, marks: Marks) -> Any:
     return [
-        {**line, "usage": {name: each for name, each in line["usage"].items() if not name.startswith("cached_tokens")}}
+        {name: _without_cached(each) if name == "usage" else each for name, each in line.items()}
         for line in _lines(text, marks)
     ]
+
+
+def _without_cached(usage: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The usage of an answer without counts of cached tokens. A line of an error may have none."""
+    return usage and {name: each for name, each in usage.items() if not name.startswith("cached_tokens")}
 
 
 OUTPUTS: dict[str, Callable[[str, Marks], Any]] = {

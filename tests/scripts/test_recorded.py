@@ -32,6 +32,15 @@ def test_a_prefix_that_was_computed_again_is_the_same_answer_as_one_from_the_dis
     assert shown("a", 320)[0]["usage"] == {"prompt_tokens": 370}
 
 
+def test_a_line_of_an_error_has_no_usage_and_the_others_are_compared(masks: Any) -> None:
+    failed = {"id": 0, "error": "the prompt is too long"}
+    answered = {"id": 1, "text": "a", "usage": {"prompt_tokens": 3, "cached_tokens": 2}}
+    text = "".join(json.dumps(line) + "\n" for line in (answered, failed, {"id": 2, "usage": None}))
+    assert masks.output_of(text, "generated", masks.Marks()) == [
+        failed, {"id": 1, "text": "a", "usage": {"prompt_tokens": 3}}, {"id": 2, "usage": None},
+    ]  # fmt: skip
+
+
 def test_a_plan_that_ends_with_an_error_is_no_answer(masks: Any, tmp_path: Path) -> None:
     from recorded.cases import Line, Places
     from recorded.runs import Run
