@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,29 @@ def test_a_plan_that_ends_with_an_error_is_no_answer(masks: Any, tmp_path: Path)
     refused = ("plan", "everything")
     assert run.line(Line("a", refused, "plan")) == {"failed": "RunError"}
     assert run.line(Line("a", refused))["status"] == 2
+
+
+def test_logs_of_steps_of_different_kinds_have_different_numbers(masks: Any) -> None:
+    from recorded.plans import steps_of
+
+    works = set()
+    for name, options in (("g4", {"cache.codec": "g4"}), ("kept", {"retain.budget": 0.5}), ("disk", {"tiers.disk": "x"})):
+        lines = [json.loads(line) for line in steps_of(name, options).splitlines()[1:]]
+        works.add(json.dumps([line[:7] for line in lines]))
+        assert steps_of(name, options) == steps_of(name, options)
+    assert len(works) == 3
+
+
+def test_logs_of_steps_are_the_same_in_every_process(masks: Any) -> None:
+    script = "from recorded.plans import steps_of; print(steps_of('g4', {'cache.codec': 'g4'}))"
+    logs = {
+        subprocess.run(
+            [sys.executable, "-c", script], env={"PYTHONPATH": str(SCRIPTS), "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(logs) == 1
 
 
 def test_logs_of_steps_name_the_tiny_model(masks: Any, tmp_path: Path) -> None:
