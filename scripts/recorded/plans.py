@@ -194,8 +194,9 @@ def _automatic(places: Places, tiny: str) -> Iterator[Line]:
 
 
 def steps_of(name: str, options: dict[str, Any]) -> str:
-    """A log of 900 steps of a tiny engine, with seconds by a formula and a little noise. The name of the kind determines
-    how slow the engine is, and the noise.
+    """A log of 900 steps of a tiny engine, with seconds by a formula and a little noise.
+
+    name  of the kind; it determines how slow the engine is, and the noise
     """
     draw = random.Random(name)
     slower = draw.uniform(1.0, 1.5)
