@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from quire.cluster.transport.sockets import SocketStream
 from quire.cluster.transport.stream import TransportError
 from quire.engine.outputs import CompletionOutput
 from quire.errors import ConfigError
+from quire.version import __version__
 
 from .. import links_child
 from ..effort import examples, tries
@@ -580,7 +582,7 @@ def test_two_peers_that_flood_each_other_go_on(cluster: Cluster, monkeypatch: py
     ("options", "reason"),
     [
         ({"secret": b"another"}, "has another secret"),
-        ({"compatibility_tag": b"another"}, "has another model, codec or calibration"),
+        ({"compatibility_tag": b"x"}, f"runs another version of Quire; this process runs version {__version__}"),
         ({"name": "a"}, "calls itself 'a' too"),
     ],
 )
@@ -609,6 +611,46 @@ def hello(**changes: Any) -> bytes:
     parts = {"magic": b"QLNK", "version": channels._VERSION, "name": b"stranger", "length": None} | changes
     length = len(parts["name"]) if parts["length"] is None else parts["length"]
     return channels._HELLO.pack(parts["magic"], parts["version"], length, os.urandom(32)) + parts["name"]
+
+
+@pytest.mark.parametrize("version", [2, 4])
+def test_a_listener_refuses_a_peer_that_speaks_another_version_of_the_links(
+    cluster: Cluster, version: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    b, inbox = cluster.add("b", handshake_seconds=0.4)
+    stream = cluster.dial("b")
+    with closing(stream):
+        stream.write(hello(version=version))
+        answered = until_the_end(stream)
+    eventually(lambda: b.num_strangers == 0)
+    refusal = f"link to a stranger: the peer speaks version {version} of the links, and this is version 3"
+    assert refusal in caplog.messages and inbox.losses == []
+    assert answered == b"", "a listener answers only its own version"
+
+
+@pytest.mark.parametrize("version", [2, 4])
+def test_a_dialer_refuses_a_listener_that_speaks_another_version_of_the_links(cluster: Cluster, version: int) -> None:
+    a, inbox = cluster.add("a", handshake_seconds=0.4)
+    listener = transport_of(f"{cluster.transport}://any")[0].listen("127.0.0.1", PATIENCE)
+
+    def answer() -> None:
+        with closing(listener.accept()) as stream:
+            stream.write(hello(version=version, name=b"b"))
+            until_the_end(stream)
+        with pytest.raises(TransportError, match="closed"):
+            listener.accept()
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    a.learn("b", listener.address)
+    refusal = f"the peer speaks version {version} of the links, and this is version 3"
+    try:
+        with pytest.raises(TransportError, match=refusal):
+            a.connect("b", PATIENCE)
+    finally:
+        listener.close()
+        answering.join(PATIENCE)
+    assert inbox.losses == []
 
 
 def test_strangers_reach_nobody_and_cost_nothing(cluster: Cluster) -> None:
