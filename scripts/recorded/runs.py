@@ -116,7 +116,7 @@ class Run:
         return {
             "status": done.returncode,
             "output": output_of(done.stdout, line.shows, marks),
-            "blamed": blamed_of(done.stderr),
+            "blamed": blamed_of(done.stderr) if done.returncode else "",
             "files": {name: self._file(name, shows, marks) for name, shows in line.files.items()},
         }
 
