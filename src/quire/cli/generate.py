@@ -91,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
 
                 config = EngineConfig.from_flags(args)
                 with placement.planned(args.model, config, batch) as plan, shared.runner() as loop:
-                    if (told := plan.announcement()) is not None:
-                        print(f"quire: {told}", file=sys.stderr, flush=True)
+                    if (announcement := plan.announcement()) is not None:
+                        print(f"quire: {announcement}", file=sys.stderr, flush=True)
                     loop.run(_work(args, batch, plan))
         except KeyboardInterrupt:
             if batch.num_tokens:

@@ -128,7 +128,7 @@ class Instance:
             own = Path(log_file).with_suffix(f".{launch_config.name}{Path(log_file).suffix}")
             config = dataclasses.replace(config, runtime=dataclasses.replace(config.runtime, step_log=str(own)))
         load = functools.partial(
-            load_engine, launch_config.model, config, show_progress=False, neighbours=[self._peer_store]
+            load_engine, launch_config.model, config, show_progress=False, peer_tiers=[self._peer_store]
         )
         self.thread = EngineThread(load, self, launch_config.transport)
         self._prefix_service = PrefixService(self.thread, self._connections)

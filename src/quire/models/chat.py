@@ -80,8 +80,8 @@ class ChatTemplate:
             plain = copy.plain(messages, "messages")
         except RecursionError:
             raise RequestError("messages or variables are nested too deep for a chat template", "messages") from None
-        if taken := RESERVED & given.keys() | {name for name in given if name.endswith("_token")}:
-            raise RequestError(f"a chat template's {', '.join(sorted(taken))} cannot be set", "chat_template_kwargs")
+        if reserved := RESERVED & given.keys() | {name for name in given if name.endswith("_token")}:
+            raise RequestError(f"a chat template's {', '.join(sorted(reserved))} cannot be set", "chat_template_kwargs")
         names = {
             **self._special_tokens,
             "tools": None,

@@ -143,9 +143,9 @@ class HttpConnection(HttpToolsProtocol):
             self.non_body_bytes += len(part)
             try:
                 self.parser.feed_data(part)
-            except httptools.HttpParserUpgrade as asked:
+            except httptools.HttpParserUpgrade as upgrade:
                 # To HTTP/2 or to a web socket. A server may ignore this request.
-                part = rest[: max(1, asked.args[0])]
+                part = rest[: max(1, upgrade.args[0])]
             except httptools.HttpParserError:
                 self.refuse(_not_http())
             rest = rest[len(part) :]

@@ -103,13 +103,13 @@ def prepare_schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool
             {word: int(own[word]) for word in _COUNTS if isinstance(own.get(word), float) and own[word] % 1 == 0}
         )
         has_controls |= _translate(own, link) or (may_have_controls and _has_controls(own))
-    told_apart = _ToldApart(root, 2 * len(text))
+    unions = _DiscriminatedUnions(root, 2 * len(text))
     for _, own in every:
         if isinstance(own.get("oneOf"), list) and isinstance(own.get("discriminator"), dict):
-            told_apart.apply(own)
-    inner_first = [*(own for _, own in reversed(every)), *told_apart.copies]
+            unions.apply(own)
+    inner_first = [*(own for _, own in reversed(every)), *unions.copies]
     try:
-        SchemaRewriter(root, told_apart.narrowed).apply(inner_first)
+        SchemaRewriter(root, unions.narrowed).apply(inner_first)
     except SchemaTooLongError as error:
         raise UnsupportedSchemaError(str(error)) from None
     style = dict(JSON_STYLE)
@@ -121,8 +121,8 @@ def prepare_schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool
     return {**found, "x-guidance": style}
 
 
-class _ToldApart:
-    """Turns a `oneOf` whose alternatives differ by a discriminator into an `anyOf`.
+class _DiscriminatedUnions:
+    """Turns each `oneOf` whose alternatives differ by a discriminator into an `anyOf`.
 
     root      the whole schema
     left      words and characters that may still be read: limits the time for definitions that are used many times
@@ -146,7 +146,7 @@ class _ToldApart:
         if self._left < 0 or not isinstance(name, str) or "anyOf" in schema:
             return
         objects = [self._definition(each) for each in alternatives]
-        if not self._are_apart(name, objects) or not isinstance(self._root.schema.get("$defs", {}), dict):
+        if not self._have_distinct_values(name, objects) or not isinstance(self._root.schema.get("$defs", {}), dict):
             return
         chosen = [self._requiring(name, *pair) for pair in zip(alternatives, objects, strict=True)]
         if self._left < 0:
@@ -162,7 +162,7 @@ class _ToldApart:
         is_reference = isinstance(schema, dict) and "$ref" in schema and len(schema) == 1
         return self._root.resolve(schema["$ref"]) if is_reference else schema
 
-    def _are_apart(self, name: str, objects: list[Any]) -> bool:
+    def _have_distinct_values(self, name: str, objects: list[Any]) -> bool:
         values = set[str]()
         for each in objects:
             if self._left < 0 or not isinstance(each, dict) or each.get("type") != "object":
