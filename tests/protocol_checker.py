@@ -1,22 +1,21 @@
-"""Explores the protocol of a hand-over: every order of events of a small world, with the code that runs.
+"""Model checker for the protocol of a hand-over: explores every order of events of a small system, with the real code.
 
     python -m tests.protocol_checker --requests 2 --crashes 1 --losses 1 --repeats 1
 
-A world has a router, two instances of which one computes prompts and one decodes, some requests with answers of a few
+The system has a router, two instances of which one computes prompts and one decodes, some requests with answers of a few
 tokens, and messages under way. Messages of a request between two processes arrive in order, as on a connection; all
 others in any order. The numbers above say how many messages are lost, how many arrive twice, and how often an instance
 fails and comes back with nothing. A deadline ends when nothing else can happen to its request, and `early` times before
 that.
 
-No world may answer a position twice or out of order, answer after the end, decode from half a cache, or fail while
-there are tries. From every world there is a way on until all requests have ended; then nobody holds anything. No way
-leads in a circle.
+No state may answer a position twice or out of order, answer after the end, decode from half a cache, or fail while
+there are tries. From every state there is a path on which all requests end; then nobody holds anything. No path has a
+cycle.
 
-Requests share room and crashes, and nothing else: every message and every state belongs to one attempt. The explorer
-works in two steps. The first step visits all worlds of one request. Other requests may take the room or leave it at any
-moment. Each world gets a kind. Worlds of one kind can do the same things, and these lead to the same kinds again. For
-example, a world whose last messages can only be dropped has the kind of the world without them. The second step visits
-all combinations of kinds that several requests reach together, with shared room and shared crashes. (Kinds are the
+Requests share room and crashes, and nothing else: every message belongs to one attempt. The checker works in two steps.
+The first step visits all states of one request. Other requests may take the room or leave it at any moment. Each state
+gets a kind. States of one kind can do the same things, and these lead to the same kinds again. For example, a state
+whose last messages can only be dropped has the kind of the state without them. The second step visits all combinations of kinds that several requests reach together, with shared room and shared crashes. (Kinds are the
 classes of a branching bisimulation: van Glabbeek and Weijland, J. ACM 43(3), 1996. To replace each part of a system by
 such classes is called compositional minimization.)
 
