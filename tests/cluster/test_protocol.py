@@ -1,4 +1,4 @@
-"""The protocol of a hand-over: small systems explored completely, planted defects, and the tables of the page of the design."""
+"""The protocol of a hand-over: complete state spaces, planted defects, and the tables of the page of the design."""
 
 from __future__ import annotations
 

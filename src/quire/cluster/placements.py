@@ -66,7 +66,7 @@ class ServedModel(NamedTuple):
     check: Callable[[EngineConfig], object] = lambda config: None
 
 
-# ---- what a placement wants ------------------------------------------------------------------------------------------
+# ---- the instances of a placement ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,8 @@ def core_counts(threads: Sequence[int | None], num_cores: int) -> list[int]:
 
 
 def cache_sizes(given: Sequence[int | None], model: ServedModel) -> list[int]:
-    """Bytes of the cache of each instance. An instance with None gets an equal part of the remaining memory, of what
-    one engine would take, but at least a quarter of an equal part of one engine's cache.
+    """Bytes of the cache of each instance. None: an equal part of the memory that the others leave of what one engine
+    would take, but at least a quarter of an equal part of one engine's cache.
     """
     count, (weights, alone) = given.count(None), (model.weight_bytes, model.cache_bytes)
     rest = weights + alone - sum(weights + each for each in given if each is not None)
@@ -216,7 +216,7 @@ def _shared(is_local: bool) -> dict[str, str]:
     return SHARED if is_local else SHARED | SHARED_ON_RAY
 
 
-# ---- the way there ---------------------------------------------------------------------------------------------------
+# ---- the switch to a placement ---------------------------------------------------------------------------------------
 
 
 class SetRole(NamedTuple):

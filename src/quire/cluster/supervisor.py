@@ -136,7 +136,7 @@ class Supervisor:
         tracer: Tracer | None = None,
         placement: Placement | None = None,
     ) -> None:
-        if placement is not None:  # with a file, Ray finds machines as without one
+        if placement is not None:  # a placement file changes nothing about how Ray finds machines
             prefill, decode, mixed = map(placement.count, candidates.Role)
             strategy = "pairs" if placement.in_pairs and settings.address is not None else "pack"
             settings = dataclasses.replace(settings, placement=strategy, prefill=prefill, decode=decode, mixed=mixed)
@@ -337,7 +337,7 @@ class Supervisor:
         pinning = [limits for role, limits in known if limits is not None and role != "decode"]
         self.limits = narrowest(found or [self.limits], pinning or [self.limits])
 
-    # ---- links: on their threads -----------------------------------------------------------------------------------
+    # ---- Handler: on the threads of connections --------------------------------------------------------------------
 
     def receive(self, sender: str, message: Any, extents: Iterator[memoryview]) -> None:
         """See Handler."""

@@ -161,7 +161,7 @@ class RequestTokenizer:
                 given[-1] = {**given[-1], "content": given[-1]["content"] + END}
             chat = render_chat(self.engine.tokenizer, given, tools, variables, opens, keep_tokens=self._keep_tokens)
             if continues and END not in chat.escaped:
-                message = "the chat template changes the last message, so that it cannot be gone on with"
+                message = "the chat template changes the last message, so that it cannot be continued"
                 raise bad_request(message, "continue_final_message")
             return ChatText(chat.escaped[: chat.escaped.rfind(END)], chat.escape) if continues else chat
 

@@ -2,7 +2,7 @@
 sees.
 
 Knows names of tenants, not their keys. Their isolation follows from the salts that this module makes. The grammar
-compiler takes the part of a salt before the slash for the tenant, to share its places out.
+compiler uses the part of a salt before the slash as the tenant, and limits each tenant's share of its queue and memory.
 """
 
 from __future__ import annotations
