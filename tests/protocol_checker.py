@@ -478,8 +478,8 @@ class ModelChecker:
                 if after in on_the_way:
                     raise Violation("a way leads in a circle")
             except Violation as violation:
-                told = "\n  ".join(self._describe(each.system, each.event) for each in way)
-                raise Violation(f"{violation}, after\n  {told}") from None
+                trace = "\n  ".join(self._describe(each.system, each.event) for each in way)
+                raise Violation(f"{violation}, after\n  {trace}") from None
             if after in self.class_of:
                 step.add(self.class_of[after])
                 continue
@@ -581,8 +581,8 @@ class ModelChecker:
         self.outcomes.add(tuple(sorted(end for end in ends if end is not None)))
 
     def _violated(self, numbers: tuple[int, ...], complaint: str) -> NoReturn:
-        told = "\n  ".join(self._way(numbers)[1])
-        raise Violation(f"{complaint}, after\n  {told}")
+        trace = "\n  ".join(self._way(numbers)[1])
+        raise Violation(f"{complaint}, after\n  {trace}")
 
     def _way(self, numbers: tuple[int, ...]) -> tuple[list[SystemState], list[str]]:
         """States of some kinds that requests reach together, and the events that lead there."""
@@ -591,18 +591,18 @@ class ModelChecker:
         while moves:
             all_moves.append(moves)
             before, moves = self._before[before]
-        systems, told = list(before), list[str]()
+        systems, trace = list(before), list[str]()
         for moves in reversed(all_moves):
             following = list(systems)
             left = set(range(len(systems)))
             for label, kind, target in moves:
                 place = next(each for each in left if self.class_of[systems[each]] == kind)
                 left.discard(place)
-                following[place] = self._walk(place, systems[place], label, target, told)
+                following[place] = self._walk(place, systems[place], label, target, trace)
             systems = following
-        return [self._walk(place, system, "", 0, told) for place, system in enumerate(systems)], told
+        return [self._walk(place, system, "", 0, trace) for place, system in enumerate(systems)], trace
 
-    def _walk(self, place: int, system: SystemState, label: str, target: int, told: list[str]) -> SystemState:
+    def _walk(self, place: int, system: SystemState, label: str, target: int, trace: list[str]) -> SystemState:
         """The state of a kind after a step, and after what has to happen before it. Without a label: after all that
         happens silently.
         """
@@ -611,14 +611,14 @@ class ModelChecker:
             for event in self.events(system):
                 after = self.plain(self.after(system, event))
                 if event.label == label and self.class_of[after] == target:
-                    told.append(f"request {place}: {self._describe(system, event)}")
+                    trace.append(f"request {place}: {self._describe(system, event)}")
                     return after
                 if event.label == GOES_ON and after != system and self.class_of[after] == self.class_of[system]:
                     silent = (event, after)
             if silent is None:
                 assert not label, "a step that its kind has, and no state of it"
                 return system
-            told.append(f"request {place}: {self._describe(system, silent[0])}")
+            trace.append(f"request {place}: {self._describe(system, silent[0])}")
             system = silent[1]
 
     @property

@@ -122,7 +122,7 @@ def load_engine(
     is_given = tiers is not None
     if is_given or resolved.tiers.is_on or peer_tiers:
         # Data that outlives the process needs the full digest, not the cheap fingerprint.
-        model_id = digest_of(checkpoint, _told_hashing()).digest
+        model_id = digest_of(checkpoint, _logged_hashing()).digest
     if not is_given and resolved.tiers.is_on:
         namespace = namespace_of(resolved, shape, model_id, calibration)
         tiers = open_tiers(resolved.tiers, namespace, resolved.cache.lifetime)
@@ -250,15 +250,15 @@ def _weights_text(checkpoint: Checkpoint, resolved: EngineConfig) -> str:
     return f"weights in {' and '.join(packed)}, the rest in {dtype}" if packed else f"weights in {dtype}"
 
 
-def _told_hashing() -> Report:
+def _logged_hashing() -> Report:
     """A report function for `digest_of` that logs once that weights are hashed, unless their hashes are remembered."""
-    is_told = False
+    is_logged = False
 
     def report(done: int, total: int) -> None:
-        nonlocal is_told
-        if not is_told:
+        nonlocal is_logged
+        if not is_logged:
             log.info("hashing %s of weights, once", format_bytes(total))
-        is_told = True
+        is_logged = True
 
     return report
 

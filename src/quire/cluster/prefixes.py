@@ -116,14 +116,14 @@ class PrefixService(AsyncPrefixes):
 
     def _answer(self, question: PrefixQuery) -> None:
         try:
-            self._connections.send(ROUTER, asyncio.run(self._found(question)))
+            self._connections.send(ROUTER, asyncio.run(self._answered(question)))
         except QuireError as error:  # raised also for an answer that is too large to send
             self._connections.send(ROUTER, PrefixReply(question.number, error=str(error)))
         except Exception:
             log.exception("a question about prefixes")
             self._connections.send(ROUTER, PrefixReply(question.number, error="it failed to answer; see the log"))
 
-    async def _found(self, question: PrefixQuery) -> PrefixReply:
+    async def _answered(self, question: PrefixQuery) -> PrefixReply:
         number, visible = question.number, SaltFilter(question.salts)
         match question.kind:
             case PrefixQueryKind.PREFIXES:
