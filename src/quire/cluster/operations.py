@@ -330,7 +330,7 @@ class ClusterOperations:
             switch.now = ""
             if isinstance(error, ModelError):
                 left = ", ".join(f"{place} ({role})" for place, role in self._supervisor.desired.roles.items())
-                raise ModelError(f"{switch.error}; the cluster continues with {left}") from error
+                raise ModelError(f"{switch.error}; the cluster goes on with {left}") from error
             raise
 
     async def _planned(self, placement: Placement, *, may_pause: bool) -> list[Action]:
