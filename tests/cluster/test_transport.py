@@ -518,7 +518,7 @@ def test_close_may_be_called_twice_and_by_a_handler(cluster: Cluster) -> None:
     a.close()
     a.close()
     assert from_a.losses == [], "whoever closes is not told"
-    with pytest.raises(TransportError, match="these links are closed"):
+    with pytest.raises(TransportError, match="these connections are closed"):
         a.connect("b", 1)
 
 
