@@ -130,7 +130,7 @@ class Run:
         """What is compared of one server: its answers by name, and as `server` its own output and exit status. A server
         that does not start has only the latter.
         """
-        asked = Asked(Marks(self.texts), self.tell, is_cluster="--cluster.prefill" in server.words)
+        answers = ServerAnswers(Marks(self.texts), self.tell, is_cluster="--cluster.prefill" in server.words)
         lines: list[str] = []
         with self._serving(server, lines) as process:
             if not lines[-1:] or not lines[-1].startswith("ready"):
@@ -139,32 +139,35 @@ class Run:
             for step in server.steps:
                 match step:
                     case Request():
-                        asked.ask(port, step)
+                        answers.ask(port, step)
                     case Crowd():
-                        self._ask_crowd(step, process, port, asked)
+                        self._ask_crowd(step, process, port, answers)
                     case Line():
-                        asked.found[step.name] = self.line(step, f"http://127.0.0.1:{port}")
+                        answers.found[step.name] = self.line(step, f"http://127.0.0.1:{port}")
             if not any(isinstance(step, Crowd) and step.drains for step in server.steps):
                 process.send_signal(signal.SIGTERM)  # a second one would cut off what runs
             with killed_after(END_SECONDS, process):
                 assert process.stdout is not None
                 lines += process.stdout
                 status = process.wait()
-        asked.found["server"] = {"status": status, "output": output_of("".join(lines), server.shows, Marks(self.texts))}
-        return asked.found
+        answers.found["server"] = {
+            "status": status,
+            "output": output_of("".join(lines), server.shows, Marks(self.texts)),
+        }
+        return answers.found
 
-    def _ask_crowd(self, crowd: Crowd, process: subprocess.Popen[str], port: int, asked: Asked) -> None:
+    def _ask_crowd(self, crowd: Crowd, process: subprocess.Popen[str], port: int, answers: ServerAnswers) -> None:
         """Sends requests while others run."""
         try:
-            with running(port, crowd.running, asked.bodies):
+            with running(port, crowd.running, answers.bodies):
                 if crowd.drains:
                     process.send_signal(signal.SIGTERM)
                     wait_until_drained(port)
                 for request in crowd.then:
-                    asked.ask(port, request)
+                    answers.ask(port, request)
         except FAILURES as error:
-            asked.found |= {
-                each.name: failed(error, asked.marks) for each in crowd.then if each.name not in asked.found
+            answers.found |= {
+                each.name: failed(error, answers.marks) for each in crowd.then if each.name not in answers.found
             }
 
     @contextmanager
@@ -210,7 +213,7 @@ def failed(error: Exception, marks: Marks) -> dict[str, Any]:
 
 
 @dataclass
-class Asked:
+class ServerAnswers:
     """What one server has answered so far.
 
     found   what is compared, by name

@@ -20,7 +20,7 @@ from quire.errors import ConfigError
 from tests.effort import examples
 
 from ..kernels.pages import DTYPES, KINDS, vectors
-from ..nuq_tables import random_tables, tables_of, uniform_book
+from ..nuq_tables import random_tables, tables_of, uniform_codebook
 from ..tiny_models import tiny_shape
 
 TWO_BITS = (-1.0, -1 / 3, 1 / 3, 1.0)
@@ -33,13 +33,13 @@ def stored(codec: NuqCodec, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Ten
     return keys[0], values[0]
 
 
-def stored_values(v: torch.Tensor, *, slots: int = 0, book: tuple[float, ...] = TWO_BITS) -> torch.Tensor:
-    codec = NuqCodec("nuq2", tables_of(torch.zeros(v.shape[1], 2), book, value_slots=slots))
+def stored_values(v: torch.Tensor, *, slots: int = 0, codebook: tuple[float, ...] = TWO_BITS) -> torch.Tensor:
+    codec = NuqCodec("nuq2", tables_of(torch.zeros(v.shape[1], 2), codebook, value_slots=slots))
     return stored(codec, torch.zeros_like(v), v)[1]
 
 
-def stored_keys(k: torch.Tensor, books: torch.Tensor, *, slots: int = 0) -> torch.Tensor:
-    return stored(NuqCodec("nuq2", tables_of(books, key_slots=slots)), k, torch.zeros_like(k))[0]
+def stored_keys(k: torch.Tensor, codebooks: torch.Tensor, *, slots: int = 0) -> torch.Tensor:
+    return stored(NuqCodec("nuq2", tables_of(codebooks, key_slots=slots)), k, torch.zeros_like(k))[0]
 
 
 def page_of(rows: list[list[float]], dim: int = 16) -> torch.Tensor:
@@ -76,7 +76,7 @@ def test_every_number_becomes_the_nearest_centroid_or_lies_in_a_slot(dim, kind, 
 
 @pytest.mark.parametrize("slots", [0, 1, 2])
 @pytest.mark.parametrize("constant", [0.0, -0.0, 1.5, -37.25, 3e4, 2.0**-20])
-def test_a_constant_value_is_exact_for_any_book(constant: float, slots: int) -> None:
+def test_a_constant_value_is_exact_for_any_codebook(constant: float, slots: int) -> None:
     tables = random_tables(1, 1, 16, 1, slots=[slots])
     v = torch.full((PAGE_TOKENS, 16), constant)
     page = NuqCodec("nuq3", tables).encode(0, 0, v[None], v[None])
@@ -107,8 +107,8 @@ def test_rotated_keys_cost_a_hundred_times_the_error() -> None:
     rotated = rotate(k[:, None], cos, sin, positions)[:, 0]
     errors = []
     for keys in (k, rotated):
-        books = uniform_book(keys.amin(0), keys.amax(0), 3)
-        errors.append((stored_keys(keys, books) - keys).square().mean().sqrt().item())
+        codebooks = uniform_codebook(keys.amin(0), keys.amax(0), 3)
+        errors.append((stored_keys(keys, codebooks) - keys).square().mean().sqrt().item())
     assert (rotated[:, 0].amax() - rotated[:, 0].amin()) / 2 == pytest.approx(10, rel=0.02)
     # Both channels of the pair have the error then.
     assert 60 < errors[1] / errors[0] < 200
@@ -116,8 +116,8 @@ def test_rotated_keys_cost_a_hundred_times_the_error() -> None:
 
 def test_keys_have_a_range_for_each_channel_and_not_for_each_token() -> None:
     k = page_of([[10, 0.1, 0.3], [11, 0.2, 0.1], [12, 0.3, 0.2], [13, 0.4, 0.0]], 48)
-    books = uniform_book(k.amin(0), k.amax(0), 2)
-    assert (stored_keys(k, books) - k).abs().max() < 1e-7
+    codebooks = uniform_codebook(k.amin(0), k.amax(0), 2)
+    assert (stored_keys(k, codebooks) - k).abs().max() < 1e-7
     # Two bits over a token's own range leave nothing of the two small channels: one centroid for both. Values are
     # stored so, and fitted to their codes: each is off by half their difference, at most 0.2; unfitted, 0.4.
     per_token = stored_values(k)
@@ -150,7 +150,7 @@ def test_slots_take_the_costliest_first_and_what_is_left_stays_clipped() -> None
     k[:, 3], k[:, 7], k[:, 11] = 50.0, -90.0, 70.0
     weight = torch.ones(1, 1, 16)
     weight[..., 7] = 0.01
-    tables = dataclasses.replace(tables_of(uniform_book(-torch.ones(16), torch.ones(16), 2)), key_weight=weight)
+    tables = dataclasses.replace(tables_of(uniform_codebook(-torch.ones(16), torch.ones(16), 2)), key_weight=weight)
     errors = []
     for slots in (0, 1, 2):
         codec = NuqCodec("nuq2", dataclasses.replace(tables, key_slots=torch.tensor([[slots]], dtype=torch.uint8)))
@@ -163,7 +163,7 @@ def test_slots_take_the_costliest_first_and_what_is_left_stays_clipped() -> None
 @pytest.mark.parametrize("factor", [128.0, 100.0])
 def test_values_find_their_range_and_keys_clip_to_theirs(factor: float, seed: int) -> None:
     x = torch.randn(PAGE_TOKENS, 64, generator=torch.Generator().manual_seed(seed))
-    books = uniform_book(x.amin(0), x.amax(0), 3)
+    codebooks = uniform_codebook(x.amin(0), x.amax(0), 3)
 
     def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
         return ((found - wanted).square().mean() / wanted.square().mean()).sqrt().item()
@@ -171,11 +171,11 @@ def test_values_find_their_range_and_keys_clip_to_theirs(factor: float, seed: in
     for slots in (0, 1, 2):
         plain = relative(stored_values(x, slots=slots), x)
         assert relative(stored_values(factor * x, slots=slots), factor * x) == pytest.approx(plain, rel=2e-3)
-    half = (books[:, 1] - books[:, 0]) / 2
-    errors = (stored_keys(x, books) - x).abs()
+    half = (codebooks[:, 1] - codebooks[:, 0]) / 2
+    errors = (stored_keys(x, codebooks) - x).abs()
     assert (errors <= half + 2**-8 * x.abs()).all(), "nearer than half of a level, and a rounding to bfloat16"
     assert errors.max() > 0.9 * half.min(), "no better than that either"
-    assert relative(stored_keys(factor * x, books), factor * x) > 0.9, "what was not calibrated for is clipped"
+    assert relative(stored_keys(factor * x, codebooks), factor * x) > 0.9, "what was not calibrated for is clipped"
 
 
 def test_a_page_says_nothing_of_where_it_is() -> None:

@@ -422,7 +422,7 @@ def test_an_attempt_that_cannot_be_adopted_leaves_nothing() -> None:
     assert (
         not engine_attempts.engine.scheduler.manager.fetching.prefetches
         and not peer_store._offers
-        and not peer_store._found
+        and not peer_store._by_name
     )
     engine_attempts.engine.check()
     assert engine_attempts.engine.stats()["cache"]["bytes_used"] == 0

@@ -174,7 +174,7 @@ def test_strangers_of_the_same_user_write_one_line_however_many_they_are(
         eventually(lambda: router.num_strangers == 0)
     told = warnings_of(caplog)
     assert len(told) == 2, told
-    assert "link to a stranger: no process of a cluster" in told[0]
+    assert "connection to an unknown peer: no process of a cluster" in told[0]
     assert told[1] == "such warnings since the last one: 49"
 
 

@@ -469,10 +469,12 @@ def test_after_a_loss_send_dials_again(cluster: Cluster) -> None:
 
 def test_a_connection_that_cannot_be_made_is_an_error_or_a_loss(cluster: Cluster) -> None:
     a, from_b, b, _ = cluster.pair()
-    with pytest.raises(TransportError, match="nobody has said where 'c' listens"):
+    with pytest.raises(TransportError, match="the address of 'c' is unknown"):
         a.connect("c", 1)
     b.close()
-    with pytest.raises(TransportError, match="no link to 'b': nothing answers at|no link to 'b': nothing listens at"):
+    with pytest.raises(
+        TransportError, match="no connection to 'b': nothing answers at|no connection to 'b': nothing listens at"
+    ):
         a.connect("b", PATIENCE)
     assert from_b.losses == [], "nothing was sent"
     assert a.send("b", ask(), parcel := Parcel([10]))
@@ -518,7 +520,7 @@ def test_close_may_be_called_twice_and_by_a_handler(cluster: Cluster) -> None:
     a.close()
     a.close()
     assert from_a.losses == [], "whoever closes is not told"
-    with pytest.raises(TransportError, match="these links are closed"):
+    with pytest.raises(TransportError, match="these connections are closed"):
         a.connect("b", 1)
 
 
@@ -594,7 +596,7 @@ def test_both_sides_refuse_a_peer_and_say_why(
     b.learn("a", cluster.addresses["a"])
     with pytest.raises(TransportError, match=reason):
         b.connect("a", PATIENCE)
-    eventually(lambda: any(reason in each and "link to a stranger" in each for each in caplog.messages))
+    eventually(lambda: any(reason in each and "connection to an unknown peer" in each for each in caplog.messages))
     assert not a.send("b", ask())
     assert from_a.losses == from_b.losses == [] and from_b.messages == []
 

@@ -174,7 +174,7 @@ async def test_no_single_call_encodes_a_large_part_of_an_answer(path, body, monk
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("asked", "num_scores", "param"),
+    ("fields", "num_scores", "param"),
     [
         ({"n": 6, "prompt_logprobs": 20}, 6 * 4000 * 21, "prompt_logprobs"),
         ({"n": 6, "echo": True, "logprobs": 20}, 6 * 4000 * 21, "logprobs"),
@@ -182,12 +182,12 @@ async def test_no_single_call_encodes_a_large_part_of_an_answer(path, body, monk
         ({"n": 3, "echo": True, "logprobs": 20, "prompt_logprobs": 20}, 3 * 4000 * 42, "logprobs"),
     ],
 )
-async def test_more_scores_than_an_answer_holds_are_refused_by_name(asked, num_scores, param):
+async def test_more_scores_than_an_answer_holds_are_refused_by_name(fields, num_scores, param):
     async with client(FakeEngine(max_context=5000)) as http:
-        response = await http.post("/v1/completions", json={"prompt": [65] * 4000, "max_tokens": 1} | asked)
+        response = await http.post("/v1/completions", json={"prompt": [65] * 4000, "max_tokens": 1} | fields)
     error = error_of(response)
     assert response.status_code == 400 and error["param"] == param
-    for word in ("'n'", "4000 tokens", str(num_scores), "500000", f"'{param}' is {asked[param]}"):
+    for word in ("'n'", "4000 tokens", str(num_scores), "500000", f"'{param}' is {fields[param]}"):
         assert word in error["message"], word
 
 
@@ -205,7 +205,7 @@ async def test_an_answer_without_log_probabilities_is_encoded_in_one_call(monkey
 @pytest.mark.parametrize("stream", [False, True])
 async def test_large_answers_that_nobody_reads_are_bounded_together(stream, monkeypatch):
     monkeypatch.setattr(json_encoding, "UNCOUNTED_BYTES", 0)
-    asked = {"prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": stream}
+    request_body = {"prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": stream}
     app = application(FakeEngine())
     answer_limiter, read = app.state.service.answer_limiter, asyncio.Event()
 
@@ -217,25 +217,25 @@ async def test_large_answers_that_nobody_reads_are_bounded_together(stream, monk
             if message["type"] == "http.response.body":
                 await read.wait()
 
-    first = Unread(app, "/v1/completions", asked)
+    first = Unread(app, "/v1/completions", request_body)
     async with asyncio.timeout(5):
         while not answer_limiter.num_bytes:
             await asyncio.sleep(0.001)
     size = answer_limiter.num_bytes
     assert size > 20_000
     monkeypatch.setattr(json_encoding, "UNSENT_BYTES", 2 * size)
-    second, third = Unread(app, "/v1/completions", asked), None
+    second, third = Unread(app, "/v1/completions", request_body), None
     async with asyncio.timeout(5):
         while answer_limiter.num_bytes < 2 * size:
             await asyncio.sleep(0.001)
-        third = RawCall(app, "/v1/completions", asked)
+        third = RawCall(app, "/v1/completions", request_body)
         await third.task
     assert third.status == 503 and json.loads(third.body)["error"]["code"] == "too_many_large_answers"
     read.set()
     async with asyncio.timeout(5):
         await asyncio.gather(first.task, second.task)
     assert first.status == second.status == 200 and answer_limiter.num_bytes == 0
-    fourth = RawCall(app, "/v1/completions", asked)
+    fourth = RawCall(app, "/v1/completions", request_body)
     await fourth.task
     assert fourth.status == 200
 
@@ -246,10 +246,10 @@ async def test_tools_that_are_too_large_for_an_answer_are_refused_before_the_eng
     engine = FakeEngine()
     app = application(engine)
     tool = {"type": "function", "name": "look", "description": "x" * 2000, "parameters": {"type": "object"}}
-    asked = {"input": "a", "tools": [tool], "tool_choice": "none", "stream": is_stream, "store": False}
+    request_body = {"input": "a", "tools": [tool], "tool_choice": "none", "stream": is_stream, "store": False}
     monkeypatch.setattr(json_encoding, "UNCOUNTED_BYTES", 0)
     monkeypatch.setattr(json_encoding, "UNSENT_BYTES", 1000)
-    refused = RawCall(app, "/v1/responses", asked)
+    refused = RawCall(app, "/v1/responses", request_body)
     await refused.task
     assert refused.status == 400 and json.loads(refused.body)["error"]["code"] == "answer_too_large"
     assert not engine.prompts and app.state.service.answer_limiter.num_bytes == 0
@@ -316,10 +316,10 @@ async def test_a_client_that_does_not_read_keeps_nobody_s_scores_waiting(prompts
     app = application(engine)
     service = app.state.service
     service.logprob_limiter.free = service.logprob_limiter.size = 21 * len(PROMPT)
-    asked = {"prompt": [PROMPT] * prompts, "max_tokens": 1, "echo": True, "logprobs": 20}
-    slow = [Unread(app, "/v1/completions", asked | {"stream": True}) for _ in range(3)]
+    request_body = {"prompt": [PROMPT] * prompts, "max_tokens": 1, "echo": True, "logprobs": 20}
+    slow = [Unread(app, "/v1/completions", request_body | {"stream": True}) for _ in range(3)]
     async with asyncio.timeout(10):
-        other = RawCall(app, "/v1/completions", asked)
+        other = RawCall(app, "/v1/completions", request_body)
         await other.task
         while not all(call.reads for call in slow) or len(items) < 4 * prompts:
             await asyncio.sleep(0.001)
@@ -340,12 +340,12 @@ async def test_prompts_that_wait_for_room_for_their_scores_count_as_queued():
     engine.config = EngineConfig.from_options({"scheduler.max_queue": 3})
     app = application(engine)
     logprob_limiter = app.state.service.logprob_limiter
-    asked = {"prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 20}
+    request_body = {"prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 20}
     async with logprob_limiter.hold(logprob_limiter.size):
-        waiting = [RawCall(app, "/v1/completions", asked) for _ in range(3)]
+        waiting = [RawCall(app, "/v1/completions", request_body) for _ in range(3)]
         while logprob_limiter.num_waiting < 3:
             await asyncio.sleep(0)
-        late, plain = RawCall(app, "/v1/completions", asked), RawCall(app, "/v1/completions", {"prompt": "a"})
+        late, plain = RawCall(app, "/v1/completions", request_body), RawCall(app, "/v1/completions", {"prompt": "a"})
         await asyncio.gather(late.task, plain.task)
         assert late.status == 429 and json.loads(late.body)["error"]["code"] == "queue_full" and plain.status == 200
     await asyncio.gather(*(call.task for call in waiting))
@@ -363,15 +363,15 @@ async def test_scores_of_prompts_that_the_engine_keeps_are_bounded_over_all_requ
         begun.append(request_id),
         generate(prompt, params, request_id),
     )[1]
-    asked = {"prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 20}
+    request_body = {"prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 20}
     logprob_limiter.free = logprob_limiter.size = 2 * 21 * len(PROMPT) - 1
     async with logprob_limiter.hold(21 * len(PROMPT)):
-        waiting, other = RawCall(app, "/v1/completions", asked), RawCall(app, "/v1/completions", {"prompt": "a"})
+        waiting, other = RawCall(app, "/v1/completions", request_body), RawCall(app, "/v1/completions", {"prompt": "a"})
         await other.task
         assert other.status == 200 and len(begun) == 1 and not waiting.task.done()
     await waiting.task
     assert waiting.status == 200 and logprob_limiter.free == logprob_limiter.size
     # More than there is room for takes all of it.
-    large = RawCall(app, "/v1/completions", asked | {"prompt": [PROMPT, PROMPT, PROMPT]})
+    large = RawCall(app, "/v1/completions", request_body | {"prompt": [PROMPT, PROMPT, PROMPT]})
     await large.task
     assert large.status == 200 and logprob_limiter.free == logprob_limiter.size

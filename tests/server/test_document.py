@@ -72,17 +72,17 @@ def test_a_key_too_many_or_too_few_and_a_value_of_another_type_are_found() -> No
             check(shape, bad)
 
 
-@pytest.mark.parametrize("asked", [*SCORED, {"prompt_logprobs": 1}], ids=str)
-async def test_completions_have_their_shape(asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [*SCORED, {"prompt_logprobs": 1}], ids=str)
+async def test_completions_have_their_shape(fields: dict[str, Any]) -> None:
     async with client(full_engine()) as http:
-        answer = await http.post("/v1/completions", json=TEXT | {"max_tokens": 3} | asked)
+        answer = await http.post("/v1/completions", json=TEXT | {"max_tokens": 3} | fields)
     check(shapes.Completion, answer.json())
 
 
-@pytest.mark.parametrize("asked", CHATS, ids=str)
-async def test_chat_completions_have_their_shape(asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", CHATS, ids=str)
+async def test_chat_completions_have_their_shape(fields: dict[str, Any]) -> None:
     async with client(full_engine()) as http:
-        answer = await http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 3} | asked)
+        answer = await http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 3} | fields)
     check(shapes.ChatCompletion, answer.json())
 
 
@@ -92,8 +92,8 @@ async def test_chunks_have_their_shapes(usage: dict[str, Any]) -> None:
     cases = [("/v1/completions", TEXT, each, shapes.CompletionChunk) for each in SCORED]
     cases += [("/v1/chat/completions", CHAT, each, shapes.ChatCompletionChunk) for each in CHATS]
     async with client(full_engine()) as http:
-        for path, body, asked, shape in cases:
-            *chunks, last = events((await http.post(path, json=body | stream | asked)).text)
+        for path, body, fields, shape in cases:
+            *chunks, last = events((await http.post(path, json=body | stream | fields)).text)
             check(shapes.UsageChunk if usage.get("include_usage") else shape, last)
             assert chunks and all("usage" in each for each in chunks) == bool(usage)
             for chunk in chunks:

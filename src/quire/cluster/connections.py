@@ -143,7 +143,7 @@ class PeerConnections:
         with self._changed:
             if (connection := self._newest(name)) is None:
                 if (connection := self._new_connection(name)) is None:
-                    raise TransportError(f"nobody has said where {name!r} listens, or these links are closed")
+                    raise TransportError(f"the address of {name!r} is unknown, or these connections are closed")
                 self._begin(connection)
         connection.wait(seconds)
 
@@ -184,7 +184,7 @@ class PeerConnections:
         for thread in [*threads, *([self._listening] if self._listening is not None else [])]:
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
-                log.warning("%s has not ended %g s after its link was closed", thread.name, CLOSE_SECONDS)
+                log.warning("%s has not ended %g s after its connection was closed", thread.name, CLOSE_SECONDS)
         self.stranger_warnings.end()
 
     def _new_connection(self, name: str) -> Connection | None:
