@@ -16,8 +16,8 @@ from quire.server import shapes
 from quire.server.cluster_schema import RoleRequest
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import TEXT, RawCall, application, client, error_of, events
-from tests.server.test_document import check
-from tests.server.test_inspect_tree import served
+from tests.server.test_shapes import check
+from tests.cli.test_tree import served
 
 pytestmark = pytest.mark.anyio
 

@@ -36,7 +36,7 @@ from quire.structured.grammar_compiler import GrammarCompiler
 from quire.structured.grammar_guide import CompiledGrammar, GrammarGuide
 from quire.structured.masks import TOO_COMPLEX
 from quire.structured.params import StructuredOutputsParams
-from tests.engine.test_guides import CACHES, SHAPE
+from tests.engine.test_engine_guides import CACHES, SHAPE
 
 from ..effort import combine, tries
 from ..engines import generate, make_engine

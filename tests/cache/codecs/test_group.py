@@ -17,10 +17,9 @@ from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
 from quire.models.shape import ModelShape
 from tests.effort import examples
-
-from ..engines import generate, make_engine
-from ..kernels.pages import DTYPES, KINDS, vectors
-from ..tiny_models import tiny_shape
+from tests.engines import generate, make_engine
+from tests.kernels.pages import DTYPES, KINDS, vectors
+from tests.tiny_models import tiny_shape
 
 
 def stored(x: torch.Tensor) -> torch.Tensor:

@@ -16,11 +16,10 @@ from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.codecs.slots import SlotMoves
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.ledger import PAGE_TOKENS, UNIT, PageLedger
+from tests.codecs import EVERY, build
 from tests.effort import examples
-
-from ..codecs import EVERY, build
-from ..kernels.pages import KINDS, LEVELS, use_level, vectors
-from ..nuq_tables import random_tables
+from tests.kernels.pages import KINDS, LEVELS, use_level, vectors
+from tests.nuq_tables import random_tables
 
 L, H = 2, 2
 CODECS: dict[str, Codec] = {

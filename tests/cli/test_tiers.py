@@ -12,7 +12,7 @@ from quire.stores.folder import MIN_CAP
 from quire.stores.sizing import disk_bytes_per_token, tokens_that_fit
 from tests.server.fake_engine import MOVED, FakeEngine
 from tests.server.harness import OPTIONS
-from tests.server.test_inspect_tree import served
+from tests.cli.test_tree import served
 from tests.tiny_models import save_tiny
 
 SMALL = ["--runtime.device", "cpu", "--cache.memory", "8MiB"]

@@ -18,10 +18,9 @@ from quire.engine.build import resolve
 from quire.engine.calibration import check_tables
 from quire.errors import ConfigError
 from tests.effort import examples
-
-from ..kernels.pages import DTYPES, KINDS, vectors
-from ..nuq_tables import random_tables, tables_of, uniform_book
-from ..tiny_models import tiny_shape
+from tests.kernels.pages import DTYPES, KINDS, vectors
+from tests.nuq_tables import random_tables, tables_of, uniform_book
+from tests.tiny_models import tiny_shape
 
 TWO_BITS = (-1.0, -1 / 3, 1 / 3, 1.0)
 """Uniform centroids over a range."""

@@ -19,10 +19,9 @@ from quire.cache.retention.packing import pack
 from quire.cache.retention.policies import PolicyChain
 from quire.cache.retention.retained import RetainedTokens
 from tests.effort import examples
-
-from .harness import Shape, make_spec
-from .profiling import profiled_spec
-from .sharing import counting, forest, sharers, taking
+from tests.kernels.harness import Shape, make_spec
+from tests.kernels.profiling import profiled_spec
+from tests.kernels.sharing import counting, forest, sharers, taking
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed")
 
