@@ -10,9 +10,9 @@ from quire.config import LEAST_TIER
 from quire.llm import LLM
 from quire.stores.folder import MIN_CAP
 from quire.stores.sizing import disk_bytes_per_token, tokens_that_fit
+from tests.cli.test_tree import served
 from tests.server.fake_engine import MOVED, FakeEngine
 from tests.server.harness import OPTIONS
-from tests.cli.test_tree import served
 from tests.tiny_models import save_tiny
 
 SMALL = ["--runtime.device", "cpu", "--cache.memory", "8MiB"]

@@ -14,32 +14,29 @@ from typing import Any
 
 import pytest
 
-from quire.cache.codecs import CODECS
 from quire.cli import main, parse, plan_auto
 from quire.cli.parser import CommandParser
 from quire.config import ClusterConfig, EngineConfig, SloConfig
 from quire.errors import ConfigError
 from quire.evaluation import auto as planning
 from quire.evaluation.auto import Fit, within
-from quire.evaluation.auto_hardware import machine_of as machine_with_gpus
 from quire.evaluation.auto_local import LocalPlanner
 from quire.evaluation.curves import Quality, Text
 from quire.evaluation.latency_bench import settings_of as speed_settings
 from quire.evaluation.speeds import LEAST_SECONDS, Speeds
 from quire.evaluation.trying import Parts, fresh_seeds
 from quire.planning.auto import BATCH, NoPlanError, Rung, Search, Trial, is_open
-from quire.planning.composed import LEAST, composed, grid
+from quire.planning.composed import grid
 from quire.planning.curves import NOTHING, Curve, Loss
 from quire.planning.fitted import fit
 from quire.planning.goodput import Goodput, Verdict
 from quire.planning.latency import LatencyModel, Origin, StepWork
 from quire.planning.points import Found, Point, Room, Tried, Why, beats, covers
-from quire.planning.space import BUDGETS, RUNNING, SLOTS, Effect, Machine, Settings, Space
+from quire.planning.space import RUNNING, Machine, Settings, Space
 from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.load import Load
 from quire.simulation.setup import LINKS, LocalModel
 from tests.benchmark_scripts import benchmark
-from tests.codecs import TOY
 from tests.tiny_models import save_tiny
 
 SPACE = Space.of(Machine(cores=2, is_packed=True))
@@ -58,130 +55,11 @@ def chosen(*names: str, space: Space = SPACE) -> Settings:
 # ---- the space -------------------------------------------------------------------------------------------------------
 
 
-NUM_CODECS = sum(len(SLOTS) if row.is_calibrated else 1 for row in CODECS.values())
-"""With every number of outlier slots that a codec has."""
-
-
-def test_every_codec_of_the_registry_is_searched(toy_codec: None) -> None:
-    names = [choice.name for choice in Space.of(Machine()).tried["codec"]]
-    assert names == [*CODECS] and TOY.name in names
-
-
-def test_only_calibrated_codecs_have_outlier_slots() -> None:
-    found = {(each.of("codec").name, each.of("outliers").name) for each in SPACE.settings()}
-    calibrated = {name for name, row in CODECS.items() if row.is_calibrated}
-    assert {codec for codec, slots in found if slots != f"{SLOTS[0]} slots"} == calibrated
-    assert len(found) == NUM_CODECS
-
-
-def test_the_space_is_the_product_of_what_can_be_together() -> None:
-    assert len(SPACE.settings()) == 3 * NUM_CODECS * (1 + len(BUDGETS)) * 2
-    assert SPACE.settings()[0] == SPACE.first and SPACE.name(SPACE.first) == "default"
-    with_disk = Space.of(Machine(cores=2, is_packed=True, disk="d:1GiB", given={"tiers.disk": "d:1GiB"}))
-    assert len(with_disk.settings()) == 2 * len(SPACE.settings())
-
-
-def test_memory_beside_the_cache_is_searched_if_it_may_be_used() -> None:
-    assert [each.name for each in SPACE.tried["memory"]] == ["no memory tier"]
-    space = Space.of(machine_with_gpus({"tiers.memory": GIB}))
-    assert [dict(each.options)["tiers.memory"] for each in space.tried["memory"]] == [None, GIB]
-    assert space.first.options["tiers.memory"] is None
-
-
-def test_the_most_running_sequences_are_varied_after_all_else() -> None:
-    assert {each.options["scheduler.max_running"] for each in SPACE.settings()} == {RUNNING[0]}
-    settings = chosen("nuq4", "prefill + decode")
-    later = SPACE.later(settings)
-    assert [each.options["scheduler.max_running"] for each in later] == [*RUNNING[1:]]
-    assert all(each.differs(settings) == ["running"] and SPACE.timed(each) == SPACE.timed(settings) for each in later)
-    assert SPACE.later(later[0])[0] == settings and EngineConfig().scheduler.max_running == RUNNING[0]
-    decided = Space.of(Machine(given={"scheduler.max_running": 7}))
-    assert decided.first.options["scheduler.max_running"] == 7 and not decided.later(decided.first)
-
-
-def test_roles_need_two_cores_and_16_bit_checkpoints_have_nothing_to_dequantize() -> None:
-    small = Space.of(Machine(cores=1))
-    assert [each.name for each in small.tried["roles"]] == ["one engine"]
-    assert [each.name for each in small.tried["weights"]] == ["native weights", "g4 weights"]
-
-
-def test_parallelism_is_for_gpus_alone() -> None:
-    assert len(SPACE.tried["parallel"]) == 1
-    assert {each.options for each in Space.of(Machine(gpus=2)).tried["parallel"]} == {
-        (("parallel.tp", 1), ("parallel.pp", 1)), (("parallel.tp", 2), ("parallel.pp", 1)),
-        (("parallel.tp", 1), ("parallel.pp", 2)),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "axis", "name"),
-    [
-        ("model.weights", "g4", "weights", "g4 weights"),
-        ("cache.codec", "nuq3", "codec", "nuq3"),
-        ("cache.outlier_slots", 2, "outliers", "2 slots"),
-        ("retain.budget", 0.6, "retention", "budget 0.6"),
-        ("cluster.mixed", 2, "roles", "mixed 2"),
-    ],
-)
-def test_what_the_user_has_decided_is_not_searched(key: str, value: Any, axis: str, name: str) -> None:
-    space = Space.of(Machine(cores=2, given={key: value}))
-    (only,) = space.tried[axis]
-    assert only.name == name and dict(only.options)[key] == value
-    assert space.first.options[key] == value
-    assert space.plain[axis] == SPACE.plain[axis]  # what quality is compared with
-
-
-def test_options_are_valid_and_complete() -> None:
-    for settings in SPACE.settings():
-        options = settings.options
-        engine = {key: value for key, value in options.items() if not key.startswith(("cluster.", "parallel."))}
-        EngineConfig.from_options(engine)
-        ClusterConfig.from_options({key: value for key, value in options.items() if key.startswith("cluster.")})
-        assert {"model.weights", "cache.codec", "retain.budget", "cluster.prefill"} <= {*options}
-
-
-def test_parts_are_what_may_lose_quality_each_alone() -> None:
-    assert SPACE.parts(chosen("dequantized weights", "prefill + decode")) == {}
-    found = SPACE.parts(chosen("g4 weights", "nuq3", "0 slots", "budget 0.5", "prefill + decode"))
-    assert found == {
-        "weights": chosen("g4 weights"), "codec": chosen("nuq3", "0 slots"), "retention": chosen("budget 0.5"),
-    }  # fmt: skip
-
-
-def test_a_codec_without_outlier_slots_is_searched_whatever_their_number_is() -> None:
-    space = Space.of(Machine(cores=1, given={"cache.outlier_slots": 2}))
-    assert {each.of("codec").name for each in space.settings()} == {*CODECS}
-    assert space.settings()[0] == space.first and space.first.of("codec").name == "dense"
-    for settings in space.settings():
-        EngineConfig.from_options({key: settings.options[key] for key in ("cache.codec", "cache.outlier_slots")})
-    only = Space.of(Machine(cores=1, given={"cache.outlier_slots": 2, "cache.codec": "g4"}))
-    assert only.settings()
-
-
 def test_retention_is_never_covered_by_a_cache_that_keeps_everything() -> None:
     """The same steps take as long, but retention has fewer tokens in them."""
     all_tokens, half = point(seconds=1.0), point("budget 0.5", seconds=1.0)
     assert not covers(SPACE, all_tokens, half) and not covers(SPACE, half, all_tokens)
     assert covers(SPACE, all_tokens, point("g4", seconds=1.0))
-
-
-def test_steps_depend_on_weights_codec_retention_and_threads() -> None:
-    settings = chosen("g4 weights", "nuq3", "0 slots", "budget 0.5", "prefill + decode")
-    assert SPACE.timed(settings) == settings
-    assert SPACE.effects(settings) == {
-        Effect.ADDS: [chosen("g4 weights"), chosen("nuq3", "0 slots"), chosen("budget 0.5")],
-        Effect.SCALES: [chosen("prefill + decode")],
-    }
-    more_running = Space.of(Machine(cores=2, is_packed=True)).later(settings)[0]
-    assert SPACE.timed(more_running) == settings
-    assert SPACE.effects(SPACE.first) == {Effect.ADDS: [], Effect.SCALES: []}
-
-
-def test_settings_that_are_about_as_fast_are_the_nearest_first() -> None:
-    found = SPACE.alike(chosen("nuq2", "0 slots"))
-    assert found[0] in (chosen("nuq2"), chosen("nuq3", "0 slots"))
-    assert chosen("nuq4") in found and chosen("g4") not in found and chosen("nuq2", "0 slots") not in found
-    assert SPACE.alike(chosen("g4 weights"))[0].of("weights").name == "g4 weights"
 
 
 # ---- latencies from parts --------------------------------------------------------------------------------------------
@@ -194,30 +72,6 @@ def latency(base: float, context: float = 0.0, rows: float = 0.0, **about: Any) 
     }  # fmt: skip
     coefficients = {"base": base, "context": context, "rows_from_1": rows}
     return LatencyModel(about, coefficients, (1,), {"within": 0.05}, ranges, counts={"prompt": 500, "decode": 500})
-
-
-def test_effects_of_weights_and_codec_add_up_and_threads_scale() -> None:
-    origin, weights = latency(0.010, 1e-6, 1e-4), latency(0.006, 1e-6, 1e-4)
-    codec, threads = latency(0.010, 4e-7, 1e-4), latency(0.020, 2e-6, 2e-4)
-    found = composed(origin, [weights, codec], [(threads, origin)], {"codec": "nuq3"})
-    for work in (StepWork(decode_rows=4, context=4000, unique=4000), StepWork(100, 5000, num_prompts=1)):
-        expected = 2 * (0.006 + 4e-7 * work.context + 1e-4 * (work.rows - 1))
-        assert found.seconds(work) == pytest.approx(expected, rel=0.01)
-    assert found.about == {"codec": "nuq3", "composed": True}
-
-
-def test_parts_that_save_more_than_there_is_leave_a_tenth() -> None:
-    origin = latency(0.010)
-    found = composed(origin, [latency(0.004), latency(0.004)], [], {})
-    assert found.seconds(StepWork(decode_rows=1, context=64, unique=64)) == pytest.approx(LEAST * 0.010, rel=0.01)
-
-
-def test_the_grid_stays_within_what_was_measured() -> None:
-    model = latency(0.01)
-    works = list(grid(model))
-    assert max(work.prompt_rows for work in works) == 512 and max(work.decode_rows for work in works) == 64
-    assert all(work.context <= 40000 and work.decode_rows <= work.context for work in works if work.decode_rows)
-    assert {work.kind for work in works} == {"prompt", "decode", "mixed"}
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -993,49 +847,3 @@ def test_memory_is_divided_among_processes_weights_and_caches(words: list[str], 
     planner._fits.clear()
     with pytest.raises(ConfigError, match="one process|1 process need"):
         planner.fit(planner.space.first)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--cache.memory", "1GiB"], "cache.memory is 1073741824"),
-        (["--cache.sparse_values", "0.5"], "cache.sparse_values is 0.5"),
-        (["--offload.mode", "auto"], "quire plan offload"),
-        (["--seed", "-1"], "--seed is -1"),
-        (["--plan.quality", "-1"], "plan.quality is '-1'"),
-        (["--text", "nowhere.txt"], "cannot read the text nowhere.txt"),
-        (["--hardware", "h100"], "--plan.memory is for this machine"),
-        (["--input-tokens", "5"], "--input-tokens is for quire plan offload"),
-        (["--plan.gpu", "8GiB"], "--plan.gpu is for quire plan offload, not for auto"),
-        (["--plan.cpu", "8GiB"], "--plan.cpu is for quire plan offload, not for auto"),
-        (["--plan.disk", "8GiB"], "--plan.disk is for quire plan offload, not for auto"),
-    ],
-)
-def test_what_a_plan_does_not_take_is_said(
-    more: list[str], message: str, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*words, *more]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_plan_needs_a_share_of_requests(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words, "--slo.attainment", "0"]) == 2
-    assert "slo.attainment is 0" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["smollm2", *TARGETS], "needs --trace"),
-        (["smollm2", "--trace", "t"], "needs a latency target"),
-        (["smollm2", "--trace", "nowhere.csv", *TARGETS], "nowhere.csv"),
-    ],
-)
-def test_a_plan_needs_a_trace_and_targets(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "auto", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_settings_of_auto_are_refused_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "offload", "smollm2", "--plan.quality", "0.1"]) == 2
-    assert "--plan.quality is for quire plan auto" in capsys.readouterr().err

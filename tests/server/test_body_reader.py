@@ -9,13 +9,13 @@ from contextlib import ExitStack
 import pytest
 
 from quire.config import ServeConfig
-from quire.server import body_reader, json_complexity
+from quire.server import body_reader
 from quire.server.chat_schema import ChatRequest
 from quire.server.errors import ApiError
 from quire.server.json_complexity import check_complexity
 from tests.effort import tries
 from tests.server.fake_engine import FakeEngine
-from tests.server.harness import CHAT, RawCall, application, client, error_of, post_head, socket_server
+from tests.server.harness import CHAT, TEXT, RawCall, application, client, error_of, post_head, socket_server
 
 pytestmark = pytest.mark.anyio
 
@@ -55,108 +55,11 @@ async def test_a_body_of_many_wrong_values_costs_one_error(name, monkeypatch):
     assert 1 <= counted[0] <= 3, "validation went on after the first error"
 
 
-SHAPES = {
-    "values": (b"1", json_complexity.MAX_VALUES),
-    "arrays": (b"[]", json_complexity.MAX_CONTAINERS - 1),
-    "objects": (b"{}", json_complexity.MAX_CONTAINERS - 1),
-    "names": (b'{"a":1,"b":1}', json_complexity.MAX_NAMES // 2),
-    "strings": (b'"a"', json_complexity.MAX_STRINGS),
-}
-
-
-@pytest.mark.parametrize("what", SHAPES)
-def test_what_a_body_may_hold_is_counted_exactly(what):
-    item, most = SHAPES[what]
-    check_complexity(b"[" + b",".join([item] * most) + b"]")
-    with pytest.raises(ApiError, match="body has more than") as refusal:
-        check_complexity(b"[" + b",".join([item] * (most + 1)) + b"]")
-    assert refusal.value.status == 400 and refusal.value.code == "body_too_complex"
-
-
-def test_levels_are_counted_over_slices():
-    check_complexity(b"[" * 200 + b"]" * 200)
-    check_complexity(b"[[], " * 199 + b" " * 200_000 + b"[]" + b"]" * 199)
-    with pytest.raises(ApiError, match="200 levels"):
-        check_complexity(b"[" * 150 + b" " * 200_000 + b"[" * 51)
-
-
 def test_a_small_body_with_too_many_levels_is_no_invalid_one():
     """Small ones are not counted; the parser stops."""
     with pytest.raises(ApiError, match="the body has more than 200 levels") as refusal:
         body_reader._parse(bytearray(b'{"a": ' * 300 + b"1" + b"}" * 300), ChatRequest)
     assert refusal.value.code == "body_too_complex"
-
-
-def test_what_stands_in_strings_is_not_counted():
-    for text in (b",:[]{}", b'\\"', b"\\\\", b'\\\\\\",[', b"\\u005b[", "ä🌍,".encode()):
-        check_complexity(b'{"prompt":"' + text * (4_000_000 // len(text)) + b'"}')
-
-
-def test_counting_agrees_with_the_parser_however_slices_fall(seed, monkeypatch):
-    draw = random.Random(seed)
-
-    def value(depth):
-        match draw.randrange(6 if depth else 4):
-            case 0:
-                return draw.randrange(100)
-            case 1 | 2:
-                return "".join(draw.choice('ab"\\,:[]{}é\n') for _ in range(draw.randrange(12)))
-            case 3:
-                return None
-            case 4:
-                return [value(depth - 1) for _ in range(draw.randrange(4))]
-        return {f'{each}"\\[': value(depth - 1) for each in range(draw.randrange(4))}
-
-    def count(found, level=0):
-        """values between commas and one, strings, names, containers, depth"""
-        if isinstance(found, str):
-            return 0, 1, 0, 0, level
-        if not isinstance(found, list | dict):
-            return 0, 0, 0, 0, level
-        items = list(found.values()) if isinstance(found, dict) else found
-        inner = [count(each, level + 1) for each in items]
-        names = len(found) if isinstance(found, dict) else 0
-        totals = [sum(each[place] for each in inner) for place in range(4)]
-        commas = totals[0] + max(0, len(items) - 1)
-        return commas, totals[1] + names, totals[2] + names, totals[3] + 1, max([level + 1, *(e[4] for e in inner)])
-
-    for _ in range(tries(200)):
-        found = value(5)
-        text = json.dumps(found, ensure_ascii=draw.random() < 0.5).encode()
-        monkeypatch.setattr(json_complexity, "SLICE", draw.randrange(2, 20))
-        commas, strings, names, containers, depth = count(found)
-        for limit, exact in (
-            ("MAX_VALUES", commas + 1),
-            ("MAX_STRINGS", strings),
-            ("MAX_NAMES", names),
-            ("MAX_CONTAINERS", containers),
-            ("MAX_DEPTH", depth),
-        ):
-            with monkeypatch.context() as patch:
-                patch.setattr(json_complexity, limit, exact)
-                check_complexity(text)
-                if exact:
-                    patch.setattr(json_complexity, limit, exact - 1)
-                    with pytest.raises(ApiError):
-                        check_complexity(text)
-
-
-BROKEN = [
-    b'"' * 100_000,
-    b"\\" * 100_000,
-    b'"\\' * 50_000,
-    b"]" * 100_000,
-    bytes(range(256)) * 400,
-    b'"' + b"\\" * 65535,
-]
-
-
-@pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
-def test_what_is_no_json_is_counted_without_an_error_of_ours(text):
-    try:
-        check_complexity(text)
-    except ApiError as error:
-        assert error.status == 400
 
 
 async def test_a_large_body_is_checked_where_it_does_not_hold_up_the_event_loop(monkeypatch):
@@ -523,3 +426,83 @@ def test_the_default_limit_lets_a_million_token_ids_through():
     ids = b",".join([b"1234567"] * 1_000_000)
     assert len(ids) < ServeConfig().max_request_bytes
     check_complexity(b'{"prompt":[' + ids + b"]}")
+
+
+BROKEN = {
+    "empty": b"",
+    "not json": b"hello",
+    "two values": b'{"prompt": "a"} {}',
+    "nan": b'{"prompt": "a", "temperature": NaN}',
+    "infinity": b'{"prompt": "a", "temperature": -Infinity}',
+    "a float beyond floats": b'{"prompt": "a", "temperature": 1e999}',
+    "an integer beyond integers": b'{"prompt": "a", "seed": ' + b"9" * 4000 + b"}",
+    "more digits than are read": b'{"prompt": "a", "seed": ' + b"9" * 100_000 + b"}",
+    "invalid utf-8": b'{"prompt": "\xff\xfe"}',
+    "an encoded surrogate": b'{"prompt": "\xed\xa0\x80"}',
+    "a lone surrogate": b'{"prompt": "\\ud800"}',
+    "a lone surrogate in a name": b'{"prompt": "a", "\\udc00": 1}',
+    "utf-16": '{"prompt": "a"}'.encode("utf-16"),
+    "nested arrays": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "nested objects": b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+    "a list": b"[]",
+    "a string": b'"prompt"',
+    "null": b"null",
+    "a long unknown name": b'{"prompt": "a", "' + b"x" * 10_000 + b'": 1}',
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+async def test_a_broken_body_is_a_bad_request(path, name):
+    async with client() as http:
+        response = await http.post(path, content=BROKEN[name], headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    assert len(error_of(response)["message"]) < 500
+
+
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "\xff"]
+)
+async def test_another_content_type_is_a_bad_request(kind):
+    headers = [] if kind is None else [(b"content-type", kind.encode("latin-1"))]
+    async with client() as http:
+        response = await http.post("/v1/completions", content=json.dumps(TEXT), headers=headers)
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "invalid_content_type"
+
+
+async def test_an_encoded_body_is_refused_by_its_encoding():
+    async with client() as http:
+        for encoding, status in [("gzip", 415), ("br, gzip", 415), ("Identity", 200), ("", 200)]:
+            headers = {"content-type": "application/json", "content-encoding": encoding}
+            response = await http.post("/v1/completions", content=json.dumps(TEXT), headers=headers)
+            assert response.status_code == status
+            if status == 415:
+                assert error_of(response)["code"] == "unsupported_content_encoding"
+                assert repr(encoding) in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8"])
+async def test_json_is_json_however_it_is_written(kind):
+    async with client() as http:
+        assert (
+            await http.post("/v1/completions", content=json.dumps(TEXT), headers={"content-type": kind})
+        ).status_code == 200
+
+
+async def test_a_body_over_the_limit_is_refused_before_it_is_read():
+    async with client(max_request_bytes=1000) as http:
+        response = await http.post("/v1/completions", json={"prompt": "x" * 1000})
+        assert response.status_code == 413
+        assert error_of(response)["code"] == "request_too_large"
+        assert (await http.post("/v1/completions", json={"prompt": "x" * 900})).status_code == 200
+
+
+async def test_a_body_of_unknown_length_is_counted_as_it_comes():
+    app = application(FakeEngine(), max_request_bytes=1000)
+    call = RawCall(app, "/v1/completions", None)
+    for _ in range(100):
+        call.inbox.put_nowait({"type": "http.request", "body": b" " * 100, "more_body": True})
+    await call.task
+    assert call.status == 413
+    assert call.inbox.qsize() >= 89, "the server read on after the limit"

@@ -5,12 +5,9 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import random
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,27 +18,16 @@ import torch
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.engine.offloading import policy_of
-from quire.errors import ConfigError, QuireError
-from quire.models.decoder import build_model
-from quire.models.image_folder import DRAFT_SUFFIX, ImageEntry, image_folder, image_path, lock_draft
+from quire.errors import ConfigError
+from quire.models.image_folder import DRAFT_SUFFIX, image_folder, image_path, lock_draft
 from quire.models.images import full_image_spec
-from quire.models.layers import Ops
-from quire.models.plan import Model
 from quire.models.weights import open_model
 from quire.offload.costs import Policy
 from quire.offload.files import policy_text, read_policy
-from quire.offload.model import OffloadedModel, load_offloaded
-from quire.offload.stream import WeightStream
 from quire.offload.units import Share, Split
-from quire.offload.weight_placement import ALIGNMENT, ReadRange
-from quire.stores.direct import DirectFile
-from tests.dense_plan import DensePlan
-from tests.effort import tries
 from tests.engines import keep_calibration
 from tests.opt_paper import percents
-from tests.tiny_models import RandomWeights, save_tiny, tiny_shape, write_gguf
-
-BLOCKS = 3
+from tests.tiny_models import save_tiny
 
 
 @pytest.fixture(autouse=True)
@@ -50,221 +36,6 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     load()  # from the user's cache, before that is another one
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def layers_of(count: int, blocks: int = BLOCKS) -> list[tuple[ReadRange, ...]]:
-    size = blocks * ALIGNMENT
-    return [(ReadRange(n * size, size, (ImageEntry(f"layer {n}", n * size + 128, size - 128),)),) for n in range(count)]
-
-
-class Reader:
-    """A stream over a file whose layer n has bytes n, and the memory that each layer was told."""
-
-    def __init__(self, folder: Path, count: int, skipped: tuple[int, ...] = (), blocks: int = BLOCKS, **more: Any):
-        path = folder / "weights"
-        path.write_bytes(b"".join(bytes([n]) * blocks * ALIGNMENT for n in range(count)))
-        layers = [() if n in skipped else layer for n, layer in enumerate(layers_of(count, blocks))]
-        self.at: dict[str, torch.Tensor] = {}
-        self.count, self.skipped = count, skipped
-        self.stream = WeightStream(path, layers, self.moved, **more)
-
-    def moved(self, name: str, memory: torch.Tensor) -> None:
-        self.at[name] = memory
-
-    def use(self, layer: int) -> None:
-        self.stream.take(layer)
-        if layer not in self.skipped:
-            assert (self.at[f"layer {layer}"] == layer).all(), f"layer {layer} has other bytes"
-        self.stream.give(layer)
-
-    def run_pass(self) -> None:
-        self.stream.begin()
-        for layer in range(self.count):
-            self.use(layer)
-
-
-@pytest.fixture
-def reader(tmp_path: Path) -> Iterator[Callable[..., Reader]]:
-    made: list[Reader] = []
-
-    def make(*arguments: Any, **more: Any) -> Reader:
-        made.append(Reader(tmp_path, *arguments, **more))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.stream.close()
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_every_layer_has_its_bytes_in_every_pass(reader: Callable[..., Reader], count: int) -> None:
-    made = reader(count)
-    for _ in range(4):
-        made.run_pass()
-
-
-def test_layers_in_memory_are_not_read(reader: Callable[..., Reader]) -> None:
-    made = reader(6, skipped=(0, 3, 5))
-    for _ in range(3):
-        made.run_pass()
-    assert made.stream.num_loads <= 3 * 3 + 2
-    assert not {"layer 0", "layer 3", "layer 5"} & set(made.at)
-
-
-def test_a_pass_loads_every_layer_once_and_no_more_than_the_slots_ahead(reader: Callable[..., Reader]) -> None:
-    made = reader(7)
-    for number in range(1, 4):
-        made.run_pass()
-        assert 7 * number <= made.stream.num_loads <= 7 * number + 2
-    while made.stream.num_loads < 7 * 3 + 2:
-        time.sleep(0.001)
-    time.sleep(0.02)
-    assert made.stream.num_loads == 7 * 3 + 2 and made.stream.bytes_read == (7 * 3 + 2) * BLOCKS * ALIGNMENT
-
-
-def test_a_pass_that_ends_early_leaves_the_next_one_whole(reader: Callable[..., Reader]) -> None:
-    made = reader(7)
-    generator = random.Random(0)
-    for _ in range(tries(20)):
-        made.stream.begin()
-        for layer in range(generator.randrange(8)):
-            made.use(layer)
-        made.run_pass()
-
-
-def test_reads_that_take_any_time_change_nothing(
-    reader: Callable[..., Reader], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, generator = DirectFile.read, random.Random(1)
-
-    def late(self: DirectFile, *arguments: Any) -> None:
-        time.sleep(generator.random() * 0.003)
-        read(self, *arguments)
-        time.sleep(generator.random() * 0.003)
-
-    monkeypatch.setattr(DirectFile, "read", late)
-    made = reader(4, blocks=2)
-    for _ in range(tries(20)):
-        made.run_pass()
-
-
-def test_a_layer_that_cannot_be_read_is_an_error_and_no_hang(
-    reader: Callable[..., Reader], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, calls = DirectFile.read, []
-
-    def failing(self: DirectFile, view: memoryview, offset: int, before: Any) -> None:
-        calls.append(offset)
-        if len(calls) > 9:
-            raise OSError(5, "Input/output error")
-        read(self, view, offset, before)
-
-    monkeypatch.setattr(DirectFile, "read", failing)
-    made = reader(4)
-    with pytest.raises(QuireError, match="weights cannot be read: .*Input/output error"):
-        for _ in range(5):
-            made.run_pass()
-
-
-def test_closing_ends_a_wait(reader: Callable[..., Reader]) -> None:
-    made = reader(3, bandwidth=1000.0)
-    errors: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            made.run_pass()
-        except QuireError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    time.sleep(0.05)
-    made.stream.close()
-    thread.join(5)
-    assert not thread.is_alive() and "were closed" in str(errors[0])
-
-
-@pytest.mark.alone
-def test_the_next_layer_is_read_while_one_is_computed(reader: Callable[..., Reader]) -> None:
-    """Eight layers that take 30 ms to load and 30 ms to compute: 9 times 30 ms, not 16 times."""
-    seconds, blocks = 0.03, 16
-    made = reader(8, blocks=blocks, bandwidth=blocks * ALIGNMENT / seconds)
-    made.run_pass()
-    time.sleep(3 * seconds)  # two layers are ahead now
-    begun = time.monotonic()
-    made.stream.begin()
-    for layer in range(8):
-        made.stream.take(layer)
-        time.sleep(seconds)
-        made.stream.give(layer)
-    took = time.monotonic() - begun
-    assert 7 * seconds < took < 11 * seconds, f"{took / seconds:.1f} times the seconds of a layer"
-
-
-def test_without_overlap_a_layer_is_read_when_it_is_taken(reader: Callable[..., Reader]) -> None:
-    made = reader(4, overlaps=False)
-    for number in range(2):
-        made.stream.begin()
-        for layer in range(4):
-            time.sleep(0.01)
-            assert made.stream.num_loads == 4 * number + layer
-            made.use(layer)
-
-
-def decoder(path: Path, dtype: torch.dtype, form: Any, split: Split) -> tuple[Model, OffloadedModel]:
-    with open_model(path) as checkpoint:
-        wanted = full_image_spec(checkpoint, dtype, form)
-
-        def build(ops: Ops) -> Model:
-            return build_model(checkpoint.shape, checkpoint, ops, dtype, "cpu", form)
-
-        whole = load_offloaded(wanted, build, split=percents(100, 0))
-        return whole, load_offloaded(wanted, build, split=split)
-
-
-def poisoned(stream: WeightStream) -> None:
-    """Overwrites every buffer when it is given back, before it is filled again."""
-    give, order = stream.give, stream._order
-
-    def spoil(layer: int) -> None:
-        if layer in order:
-            stream._buffers[stream._given % stream._num_buffers].fill_(0xFF)
-        give(layer)
-
-    stream.give = spoil  # type: ignore[method-assign]
-
-
-def same_hidden(one: Model, other: Model) -> None:
-    shape = one.shape
-    plans = DensePlan(shape), DensePlan(shape)
-    for rows in (5, 1, 40, 1):
-        tokens = torch.arange(rows) * 7 % shape.vocab_size
-        found = [
-            model.hidden(tokens, plan.step([(0, rows)]), plan) for model, plan in zip((one, other), plans, strict=True)
-        ]
-        assert torch.equal(*found), f"{rows} rows differ by {(found[0] - found[1]).abs().max()}"
-        assert torch.equal(one.head(found[0]), other.head(found[1]))
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "opt", "opt-350m"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_placement_computes_the_same(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    path = save_tiny(tmp_path / "model", family, tokenizer=False, num_hidden_layers=5, num_attention_heads=4)
-    for percent in (0, 35, 80):
-        whole, parted = decoder(path, dtype, "dequantized", percents(percent, 100 - percent))
-        poisoned(parted.stream)
-        assert parted.weights.streamed_bytes > 0
-        same_hidden(whole, parted)
-
-
-@pytest.mark.parametrize("form", ["native", "g4"])
-def test_packed_weights_are_loaded_as_they_are(tmp_path: Path, form: str) -> None:
-    shape = tiny_shape(hidden_size=256, head_dim=64, ffn_size=512, num_layers=4)
-    kinds = {"": "Q4_K", "v": "Q6_K", "down": "Q6_K"}
-    write_gguf(tmp_path / "model.gguf", shape, RandomWeights(shape, seed=5), kind=kinds)
-    whole, parted = decoder(tmp_path / "model.gguf", torch.bfloat16, form, percents(30, 70))
-    poisoned(parted.stream)
-    same_hidden(whole, parted)
 
 
 PROMPTS = ["The cache is shared by every request that begins like this one. " * 4 + end for end in ("A", "B")] + ["x"]

@@ -1,4 +1,4 @@
-"""Which instances share a machine, what each needs there, and the settings for a Ray cluster. No Ray."""
+"""The settings for a Ray cluster, and what is told to its machines. No Ray."""
 
 from __future__ import annotations
 
@@ -9,20 +9,12 @@ from typing import Any
 import pytest
 
 from quire.cluster.cluster import Cluster
-from quire.cluster.colocation import InstanceResources, colocated_groups, most_cores
 from quire.cluster.instance import LaunchConfig
-from quire.cluster.members import Health, Member, PrefixIndex, ServingInstances, choose_instances
-from quire.cluster.messages import Attempt
 from quire.cluster.ray_processes import RayProcesses, _cache_bytes
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
 
 from ..tiny_models import save_tiny
-
-
-def roles(prefill: int, decode: int, mixed: int = 0) -> dict[str, str]:
-    counts = {"prefill": prefill, "decode": decode, "mixed": mixed}
-    return {f"{role}-{index}": role for role, count in counts.items() for index in range(count)}
 
 
 def test_without_ray_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -70,72 +62,6 @@ def test_labels_are_read_from_text() -> None:
 def test_what_is_no_label_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="cluster.mixed_labels is .* KEY=VALUE"):
         ClusterConfig(mixed=1, mixed_labels=text)
-
-
-def test_a_pair_computes_prompts_and_decodes() -> None:
-    assert colocated_groups(roles(2, 2), "pairs") == [["prefill-0", "decode-0"], ["prefill-1", "decode-1"]]
-
-
-def test_the_rest_of_a_role_is_dealt_out_to_the_pairs() -> None:
-    assert colocated_groups(roles(3, 2, 1), "pairs") == [
-        ["prefill-0", "prefill-2", "decode-0"],
-        ["prefill-1", "decode-1"],
-        ["mixed-0"],
-    ]
-    assert colocated_groups(roles(0, 1, 1), "pairs") == [["decode-0"], ["mixed-0"]]
-
-
-def test_without_pairs_all_are_placed_together() -> None:
-    for placement in ("pack", "spread"):
-        assert colocated_groups(roles(1, 2), placement) == [["prefill-0", "decode-0", "decode-1"]]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "cpus", "cores"),
-    [
-        ([1, 1], [4], 2),
-        ([1, 1, 1], [8, 8], 4),
-        ([2, 2], [8, 8], 4),
-        ([2], [3, 3], 1),
-        ([1], [16, 64], 64),
-        ([1, 1, 1], [2], 1),
-        ([1], [], 1),
-        ([3, 1], [6, 0, 4], 2),
-    ],
-)
-def test_every_instance_gets_as_many_cores_as_all_can_have(sizes: list[int], cpus: list[int], cores: int) -> None:
-    assert most_cores(sizes, cpus) == cores
-
-
-def test_a_bundle_has_only_what_is_needed() -> None:
-    assert InstanceResources(2, 0, 0, {}).bundle() == {"CPU": 2.0}
-    assert InstanceResources(2, 1, 512, {}).bundle() == {"CPU": 2.0, "GPU": 1.0, "memory": 512.0}
-
-
-def test_an_error_says_what_instances_need() -> None:
-    needs = InstanceResources(1, 2, 3 << 30, {"decode": {"zone": "b"}})
-    assert needs.described(["prefill", "decode"]) == (
-        "each needs 1 core, 2 GPUs, 3.00 GiB of memory; decode needs nodes with zone=b"
-    )
-
-
-def test_a_receiver_of_the_same_group_is_preferred() -> None:
-    members = [
-        Member(f"{role}-{index}", f"{role}-{index}", role, Health.SERVING, group=str(index))
-        for role in ("decode", "prefill")
-        for index in (0, 1)
-    ]
-    for busy, chosen in ((2, "1"), (3, "0")):
-        for member in members:
-            member.forget(Attempt(1, 1))
-        members[busy].begin_prefill(Attempt(1, 1), 500)
-        choice = choose_instances(ServingInstances.of(members), PrefixIndex(), [], 100)
-        assert choice is not None and choice.source is not None
-        assert (choice.source.group, choice.receiver.group) == (chosen, chosen)
-    members[1].health = Health.DOWN
-    members[2].begin_prefill(Attempt(1, 1), 500)
-    choice = choose_instances(ServingInstances.of(members), PrefixIndex(), [], 100)
-    assert choice is not None and choice.receiver.name == "decode-0", "another machine is better than none"
 
 
 def test_all_settings_travel_to_another_machine(tmp_path: Path) -> None:
