@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.config import (
-    ALL_GROUPS,
-    CacheConfig,
-    EngineConfig,
-    ServeConfig,
-)
+from quire.config import ALL_GROUPS, CacheConfig, EngineConfig, ServeConfig
 from quire.options import SettingsGroup, format_count, format_number, settings_of
 from tests.test_config import PAGE
 

@@ -6,6 +6,7 @@ import pytest
 
 from quire.cli import main
 from tests.planning.test_auto import TARGETS
+from tests.planning.test_auto import folder as folder
 from tests.planning.test_auto import words as words
 
 

@@ -15,10 +15,7 @@ from quire.evaluation import offload_profile
 from quire.offload import hardware, quiet
 from quire.offload.costs import Workload
 from quire.offload.files import read_policy
-from quire.offload.profile import (
-    profile_text,
-    read_profile,
-)
+from quire.offload.profile import profile_text, read_profile
 from quire.offload.units import TIERS
 from quire.planning.offload_sizes import conditions_of, sizes_from
 from tests.offload.test_profile import MIB, profile_with

@@ -24,10 +24,7 @@ from quire.cluster.bodies import (
     ReceiveJob,
     SequenceJob,
 )
-from quire.cluster.engine_attempts import (
-    AdmittedNotice,
-    ExportedCache,
-)
+from quire.cluster.engine_attempts import AdmittedNotice, ExportedCache
 from quire.cluster.messages import (
     Attempt,
     Cancel,

@@ -8,28 +8,9 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.bodies import (
-    CacheState,
-    ComputeJob,
-    KeepAlive,
-    PrefillProgress,
-    ReceiveJob,
-)
-from quire.cluster.engine_attempts import (
-    EngineAttempt,
-    EngineAttemptPhase,
-    EngineAttempts,
-    ExportedCache,
-)
-from quire.cluster.messages import (
-    Attempt,
-    Cancel,
-    Compute,
-    Failed,
-    ManifestRequest,
-    Receive,
-    TokenSampled,
-)
+from quire.cluster.bodies import CacheState, ComputeJob, KeepAlive, PrefillProgress, ReceiveJob
+from quire.cluster.engine_attempts import EngineAttempt, EngineAttemptPhase, EngineAttempts, ExportedCache
+from quire.cluster.messages import Attempt, Cancel, Compute, Failed, ManifestRequest, Receive, TokenSampled
 from quire.cluster.peer_store import PeerStore
 from quire.engine.request import SequenceState
 from quire.stores.signer import ExtentSigner

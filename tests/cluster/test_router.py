@@ -8,16 +8,9 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.bodies import (
-    InstanceLoad,
-    InstanceReady,
-)
+from quire.cluster.bodies import InstanceLoad, InstanceReady
 from quire.cluster.members import Health, Member
-from quire.cluster.messages import (
-    Attempt,
-    Failed,
-    HandedOver,
-)
+from quire.cluster.messages import Attempt, Failed, HandedOver
 from quire.cluster.protocol import RequestPhase
 from quire.cluster.router import RoutedRequest, Router
 from tests.cluster.test_agent import ATTEMPT, JOB, token

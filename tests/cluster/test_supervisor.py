@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 
 from quire.cluster import supervisor
-from quire.cluster.bodies import (
-    InstanceLoad,
-    InstanceReady,
-    LoadingHeartbeat,
-)
+from quire.cluster.bodies import InstanceLoad, InstanceReady, LoadingHeartbeat
 from quire.cluster.cluster import Cluster
 from quire.cluster.instance import LaunchConfig
 from quire.cluster.processes import Processes

@@ -12,10 +12,7 @@ import pytest
 from quire import LLM
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
-from quire.evaluation.compose import (
-    Recipe,
-    systems_of,
-)
+from quire.evaluation.compose import Recipe, systems_of
 from quire.evaluation.compose_load import asked
 from quire.evaluation.compose_room import AHEAD, fill, held
 from tests.clusters import RunningCluster, ThreadedInstances
@@ -23,7 +20,6 @@ from tests.evaluation.test_compose import LOAD, MIB, TINY
 from tests.evaluation.test_compose import model as model
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-
 
 ROOM: dict[str, dict[str, Any]] = {
     "none": {"cache.share": False},

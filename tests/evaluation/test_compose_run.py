@@ -12,9 +12,7 @@ import pytest
 
 from quire.errors import QuireError
 from quire.evaluation import compose_run
-from quire.evaluation.compose import (
-    Recipe,
-)
+from quire.evaluation.compose import Recipe
 from quire.evaluation.compose_run import Order, Reply, family, proportional_bytes
 from tests.evaluation.test_compose import LOAD, MIB, TINY
 from tests.evaluation.test_compose import model as model

@@ -13,9 +13,7 @@ import pytest
 from quire.errors import ConfigError
 from quire.evaluation import curves as measuring
 from quire.evaluation.curves import Quality, Text
-from quire.planning.curves import (
-    Curve,
-)
+from quire.planning.curves import Curve
 from quire.planning.latency import Origin
 from quire.planning.space import Machine, Settings, Space
 from tests.planning.test_curves import model as model

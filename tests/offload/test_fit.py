@@ -11,10 +11,7 @@ from quire.evaluation.offload_profile import fitted, seconds_of_run
 from quire.offload.costs import Scratch, Workload
 from quire.offload.fit import fit
 from quire.offload.planner import predict
-from quire.offload.profile import (
-    Corrections,
-    Run,
-)
+from quire.offload.profile import Corrections, Run
 from quire.offload.units import Share
 from tests.offload.test_profile import BUDGET, MIB, SIZES, on_disk, profile_with, with_device
 

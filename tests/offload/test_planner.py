@@ -18,10 +18,7 @@ from quire.offload.costs import Policy, Workload
 from quire.offload.files import policy_text
 from quire.offload.planner import model_of, num_passes, plan_all, predict, prompt_passes
 from quire.offload.policy import PlanError
-from quire.offload.profile import (
-    Corrections,
-    Profile,
-)
+from quire.offload.profile import Corrections, Profile
 from quire.offload.sizes import matrices_of
 from quire.offload.units import ALL, NONE, TIERS, Split
 from quire.offload.weight_placement import assign_tiers

@@ -10,9 +10,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.evaluation.latency_bench import (
-    settings_of,
-)
+from quire.evaluation.latency_bench import settings_of
 from quire.planning.kept_latencies import keep, kept_models
 from quire.planning.latency import LatencyModel, StepWork, mismatch
 from quire.planning.latency_fit import fit

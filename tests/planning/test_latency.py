@@ -143,6 +143,3 @@ def test_a_model_of_other_settings_is_told() -> None:
     assert mismatch(about, {"fingerprint": "ab", "codec": "nuq4", "threads": 2}) is None
     assert "made with cache.codec nuq4, not dense" in str(mismatch(about, {"fingerprint": "ab", "codec": "dense"}))
     assert "made with retain an unknown value, not off" in str(mismatch(about, {"retain": "off"}))
-
-
-# ---- the work of a step ----------------------------------------------------------------------------------------------

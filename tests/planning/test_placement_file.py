@@ -11,10 +11,7 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.planning.candidates import Role
-from quire.planning.placement import (
-    Search,
-    place_apart,
-)
+from quire.planning.placement import Search, place_apart
 from quire.planning.placement_file import Instances, Placement, read_placement
 from tests.planning.test_placement import MOTIVATION, SMALL, gpus, rates
 

@@ -13,7 +13,6 @@ from tests.server.test_service import OPEN
 
 pytestmark = pytest.mark.anyio
 
-
 CLOSED = ["/v1/models", "/version", "/metrics", "/openapi.json", "/debug/cache", "/nowhere"]
 
 

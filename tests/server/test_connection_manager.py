@@ -21,7 +21,6 @@ from tests.server.test_connection import silence as silence
 
 pytestmark = pytest.mark.anyio
 
-
 CHUNKED = post_head("/v1/completions", "Transfer-Encoding: chunked") + b"5\r\n{"
 
 

@@ -12,7 +12,6 @@ from tests.effort import tries
 
 pytestmark = pytest.mark.anyio
 
-
 SHAPES = {
     "values": (b"1", json_complexity.MAX_VALUES),
     "arrays": (b"[]", json_complexity.MAX_CONTAINERS - 1),

@@ -14,6 +14,7 @@ from quire.planning.slo import ANYTHING, Slo
 from quire.simulation.load import CLEARLY, Load, Run, bound_of, ceiling_of, run_many
 from quire.simulation.setup import LocalModel
 from tests.cli.test_simulate import fitted as fitted
+from tests.cli.test_simulate import folder as folder
 from tests.cli.test_simulate import local as local
 from tests.cli.test_simulate import made_workload
 from tests.effort import tries

@@ -16,6 +16,7 @@ from quire.simulation.load import Load, Run, noted
 from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun, arriving, prompts_of
 from quire.simulation.search import Joint
 from quire.simulation.setup import LocalModel
+from tests.cli.test_simulate import folder as folder
 from tests.cli.test_simulate import local as local
 from tests.cli.test_simulate import made_workload
 
