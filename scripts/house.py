@@ -203,8 +203,8 @@ def _reach(name: str, targets: dict[str, set[str]]) -> set[str]:
 def tested_files(files: Iterable[str], tests: Iterable[str]) -> set[str]:
     """The files with a test of their name.
 
-    The tests of `cache/tree.py` are `cache/test_tree.py` and `cache/test_tree_TOPIC.py`. Those of `tree_counts.py` begin
-    alike: a test belongs to the file with the longest name. A package is tested in its folder or beside it.
+    The tests of `cache/tree.py` are `cache/test_tree.py` and `cache/test_tree_TOPIC.py`. Those of `tree_counts.py`
+    begin alike: a test belongs to the file with the longest name. A package is tested in its folder or beside it.
 
     files  below src/quire
     tests  below tests
@@ -305,8 +305,8 @@ def describe(house: House, longest: int) -> str:
     lines = [
         f"{house.num_lines:,} lines in {house.num_files} files (limit {MAX_LINES:,})",
         f"{house.num_classes} top-level classes, {house.num_public_names} public names",
-        f"{house.num_tested} of {house.num_testable} modules with functions or classes, and C++ sources, have a test of "
-        "their name: test_MODULE.py or test_MODULE_TOPIC.py in the same folder of tests",
+        f"{house.num_tested} of {house.num_testable} modules with functions or classes, and C++ sources, have a test "
+        "of their name: test_MODULE.py or test_MODULE_TOPIC.py in the same folder of tests",
         f"{len(house.circles)} circles of imports (limit 0)",
         *("! " + ", ".join(circle) for circle in house.circles),
         "",

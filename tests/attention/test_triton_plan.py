@@ -1,4 +1,4 @@
-"""The layout of a step for a GPU, and the buffers of decode plans: host code, run on any machine."""
+"""Plans for a GPU and the buffers of decode plans: host code, run on any machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The samples of calibration: exactly the keys, values and gradients of the whole model, none twice."""
+"""The samples of calibration: what was gathered comes back, and nothing twice."""
 
 from __future__ import annotations
 

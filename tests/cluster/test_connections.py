@@ -1,4 +1,4 @@
-"""Who may dial the sockets of a cluster, and what it costs when others do."""
+"""Who may dial the sockets of a cluster, what it costs when others do, and addresses that cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibrations that go from machine to machine, and the one that comes with Quire."""
+"""Calibrations that go from machine to machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights from the disk: order, overlap, faults, and the same results wherever they are."""
+"""An engine whose weights are partly on the disk: the same tokens, and settings and policies that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer images: the same model with and without them; written once, read without packing, and never wrong weights."""
+"""The folder of layer images: their tables, damage, listing and removal."""
 
 from __future__ import annotations
 

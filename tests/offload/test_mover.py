@@ -1,4 +1,4 @@
-"""Bytes that move while others compute: their order, their errors, and the activations of micro-batches in a file."""
+"""Bytes that move while others compute: their order and their errors."""
 
 from __future__ import annotations
 

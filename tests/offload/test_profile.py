@@ -1,4 +1,4 @@
-"""Profiles of a machine: files, interpolation, the fit, plans on them, and `quire plan hardware` from end to end."""
+"""Profiles of a machine: their files and interpolation, and the runs that they are fitted to."""
 
 from __future__ import annotations
 

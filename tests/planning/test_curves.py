@@ -1,4 +1,4 @@
-"""Curves of quality: how losses follow from them, how they are kept, and how they are measured."""
+"""Curves of quality: how losses follow from them, and how they are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The latency model: its fit, its file, and the work that it counts of a step."""
+"""The latency model: its terms, what it covers, and its file."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_link_is_latency_and_bytes() -> None:
         Link(0.0, 0)
 
 
-# ---- the fit ---------------------------------------------------------------------------------------------------------
+# ---- what was measured -----------------------------------------------------------------------------------------------
 
 
 def test_a_model_covers_what_was_measured() -> None:

@@ -1,4 +1,4 @@
-"""Traces: requests that are read and scaled, and the matches that are counted for them."""
+"""Traces: requests that are read from files and scaled, and the matches that are counted for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workloads: read from files, counted, scaled and made into tokens."""
+"""Workloads: counted, scaled and made into tokens."""
 
 from __future__ import annotations
 

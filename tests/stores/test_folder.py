@@ -1,4 +1,4 @@
-"""The folder of a disk store: who may use it, whose files are whose, and quotas that never exceed the cap."""
+"""The folder of a disk store: who may use it, and whose files are whose."""
 
 from __future__ import annotations
 

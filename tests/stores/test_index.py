@@ -1,4 +1,4 @@
-"""Parts of the disk store: throttle, staging memory, direct files, outages and the index."""
+"""The index of a sub-folder: what it keeps, and what it says of damage."""
 
 from __future__ import annotations
 

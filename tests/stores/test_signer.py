@@ -1,4 +1,4 @@
-"""Seals and run heads: bytes that anybody changed, moved or wrote without the secret are refused."""
+"""Seals: bytes that anybody changed, moved or wrote without the secret are refused."""
 
 from __future__ import annotations
 
