@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,16 +15,13 @@ import pytest
 from quire.cli import main, parse, plan_auto
 from quire.cli.parser import CommandParser
 from quire.config import ClusterConfig, EngineConfig, SloConfig
-from quire.errors import ConfigError
 from quire.evaluation import auto as planning
-from quire.evaluation.auto import Fit, within
-from quire.evaluation.auto_local import LocalPlanner
+from quire.evaluation.auto import within
 from quire.evaluation.curves import Quality, Text
 from quire.evaluation.latency_bench import settings_of as speed_settings
-from quire.evaluation.speeds import LEAST_SECONDS, Speeds
+from quire.evaluation.speeds import Speeds
 from quire.evaluation.trying import Parts, fresh_seeds
 from quire.planning.auto import Rung, Trial
-from quire.planning.composed import grid
 from quire.planning.curves import Curve
 from quire.planning.fitted import fit
 from quire.planning.latency import Origin, StepWork
@@ -150,18 +146,6 @@ def test_a_goodput_that_no_other_requests_confirm_says_so(words: list[str], know
     trial = Trial(planner._made(planner.space.first, 1.0), 1.0)
     (found,) = planner.evaluate([trial], Rung(61, 0.5, 1, confirms=True), math.inf)
     assert found is not None and found.rate > 0 and not found.confirmed
-
-
-def test_a_cache_that_shortens_the_longest_request_is_a_doubt(
-    words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planner = planner_from(words)
-    assert isinstance(planner, LocalPlanner)
-    point = planner._made(planner.space.first, 1.0)
-    assert planner.doubts(point) == []
-    monkeypatch.setattr(LocalPlanner, "context", 100 * planner.context)
-    (told,) = planner.doubts(point)
-    assert told.startswith("its cache has room for requests of ") and told.endswith(": longer ones are refused")
 
 
 TEXT = "It was the best of mills, it was the worst of mills. " * 40
@@ -292,92 +276,6 @@ def test_latencies_are_kept_ones_or_follow_from_their_parts(words: list[str], kn
     assert found.model.seconds(StepWork(1)) == pytest.approx(0.008 + 0.006 - 0.012, rel=0.05)
 
 
-def test_a_measurement_without_steps_that_decode_tells_nothing_and_is_not_kept(
-    words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If time was over before the first one, a fit would give them the seconds of prompts, or none."""
-    speeds, part = planner_from(words).speeds, chosen("nuq4", space=Space.of(Machine(cores=2)))
-    prompts = [(StepWork(rows, rows * rows / 2, 0, 0.0, 0.0, 1), 0.01 * rows) for rows in (64, 128, 256)]
-    decoding = [(StepWork(0, 0.0, rows, 100.0 * rows, 100.0 * rows, 0), 0.01) for rows in (1, 2, 4)]
-    before = sorted(path.name for path in speeds._folder.iterdir())
-    for records, said in ((prompts, "no steps that decode were measured within 7 s"), (prompts + decoding, "")):
-        monkeypatch.setattr(Speeds, "_steps", lambda self, timed, *_, found=records: (found, self.wanted(timed)))
-        reason = speeds.measure(part, 7.0)
-        assert reason.startswith(said) and bool(reason) == bool(said) == (speeds.exact(part) is None)
-        assert (sorted(path.name for path in speeds._folder.iterdir()) == before) == bool(said)
-    # Files of this kind that earlier versions have kept are not read.
-    (path,) = (each for each in speeds._folder.iterdir() if each.name not in before)
-    replace(speeds.exact(part), counts={"prompt": 3}).write(path)
-    assert planner_from(words).speeds.exact(part) is None
-
-
-def test_a_codec_that_was_not_measured_is_as_fast_as_one_like_it(words: list[str], known: Path) -> None:
-    space = Space.of(Machine(cores=2))
-    speeds = planner_from(words).speeds
-    speeds.models.append(latency(0.007, **speeds.wanted(chosen("nuq4", space=space))))
-    assert speeds.of(chosen("nuq4", space=space)).origin is Origin.FITTED
-    assert speeds.exact(chosen("nuq4", "2 slots", space=space)) is None
-    quick = replace(latency(0.02, **speeds.wanted(chosen("nuq4", space=space))), counts={"decode": 120})
-    speeds.models.insert(0, quick)
-    assert speeds.exact(chosen("nuq4", space=space)) is speeds.models[-1], "it has more steps"
-    found = speeds.of(chosen("nuq3", "0 slots", space=space))
-    assert found.origin is Origin.MODELLED and found.how == "from the steps of nuq3, 0 slots as nuq4"
-    assert not found.is_poor
-    wanted = [chosen(name, space=space) for name in ("nuq4", "nuq3", "nuq2")]
-    assert speeds.needed(wanted) == wanted[1:]
-    # A sum of parts is as little known as the part that was measured least.
-    speeds.models = [
-        replace(each, counts={"decode": 9}) if each is speeds.models[-1] else each for each in speeds.models
-    ]
-    speeds.models.remove(quick)
-    speeds._composed.clear()
-    poor = speeds.of(chosen("nuq3", "0 slots", space=space))
-    assert poor.is_poor and poor.origin is Origin.MODELLED
-
-
-def test_steps_are_measured_once_and_kept(words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Settings, float]] = []
-
-    def steps(self: Speeds, timed: Settings, seconds: float, progress: Any) -> Any:
-        asked.append((timed, seconds))
-        model = latency(0.02, 1e-7, 5e-5)
-        return [(work, model.seconds(work)) for work in grid(model)], {**self.wanted(timed)}
-
-    monkeypatch.setattr(Speeds, "_steps", steps)
-    space = Space.of(Machine(cores=2))
-    weights, nuq4, nuq3 = (chosen(name, space=space) for name in ("g4 weights", "nuq4", "nuq3"))
-    speeds = planner_from(words).speeds
-    assert speeds.measure_all([weights], time.monotonic() + 100) == {} and len(asked) == 1
-    assert planner_from(words).speeds.of(weights).origin is Origin.FITTED
-    assert speeds.measure_all([weights], time.monotonic() + 100) == {} and len(asked) == 1
-    told = speeds.measure_all([nuq4, nuq3], time.monotonic() + LEAST_SECONDS)
-    assert told == {nuq3: "the time was over before its steps were measured"}
-    assert asked[1] == (nuq4, LEAST_SECONDS)
-
-
-def test_what_all_settings_need_is_measured_again_for_longer_if_nothing_came_of_it(
-    words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step of a large model may take longer than the seconds that each of many parts gets."""
-    asked: list[float] = []
-
-    def steps(self: Speeds, timed: Settings, seconds: float, progress: Any) -> Any:
-        asked.append(seconds)
-        model = latency(0.02, 1e-7, 5e-5)
-        return [(work, model.seconds(work)) for work in grid(model)] if seconds > 30 else [], self.wanted(timed)
-
-    monkeypatch.setattr(Speeds, "_steps", steps)
-    for path in (known / "quire" / "latency").iterdir():
-        path.unlink()
-    speeds = planner_from(words).speeds
-    nuq4 = chosen("nuq4", space=Space.of(Machine(cores=2)))
-    now = time.monotonic()
-    assert speeds.measure_all([nuq4], now + 20, last=now + 30)[speeds.space.first].startswith("no steps were measured")
-    told = speeds.measure_all([nuq4], now + 20, last=now + 300)
-    assert told == {nuq4: "the time was over before its steps were measured"}
-    assert asked[-1] == pytest.approx(4 * asked[-2]) and asked[-1] > 30, "and no other part gets less"
-
-
 def test_a_plan_that_cannot_be_made_says_what_decides(
     words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -428,58 +326,3 @@ def test_the_number_of_processes_changes_nothing(
         assert main([*words, "--json", "--processes", processes]) == 0
         results.append(json.loads(capsys.readouterr().out))
     assert results[0] == results[1]
-
-
-def test_weights_that_instances_map_are_counted_once(
-    words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planner = planner_from([*words, "--plan.memory", "2GiB"])
-    monkeypatch.setattr(type(planner), "_counts", lambda self, settings: (2, 3))
-    settings = planner.space.first
-    weights = 64 << 20
-    planner._weights = lambda form: weights
-    planner._fits.clear()
-    apart = planner.fit(settings).room
-    monkeypatch.setattr(
-        "quire.evaluation.auto_local.engine_image_spec", lambda checkpoint, config: SimpleNamespace(num_bytes=weights)
-    )
-    planner._shared.cache_clear()
-    planner._fits.clear()
-    mapped = planner.fit(settings).room
-    assert 2 * (mapped.cache - apart.cache) == pytest.approx(weights, abs=4 << 20)
-
-
-@pytest.mark.parametrize("weights", ["g4", ""])
-def test_a_plan_is_made_where_only_packed_weights_fit(
-    words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch, weights: str
-) -> None:
-    """And refused with the reason of the plain settings where no weights fit."""
-    original = LocalPlanner.fit
-
-    def fit(self: LocalPlanner, settings: Settings, share: float = 1.0) -> Fit:
-        if settings.options["model.weights"] != weights:
-            raise ConfigError(f"{settings.options['model.weights']} weights need 1.25GiB")
-        return original(self, settings, share)
-
-    monkeypatch.setattr(LocalPlanner, "fit", fit)
-    words = [word for word in words if word not in ("--model.weights", "native")]
-    if not weights:
-        with pytest.raises(ConfigError, match=r"native weights need 1\.25GiB"):
-            planner_from(words)
-        return
-    planner = planner_from(words)
-    assert {each.of("weights").name for each in planner._fitting(planner._possible())} == {"g4 weights"}
-
-
-def test_memory_is_divided_among_processes_weights_and_caches(words: list[str], known: Path) -> None:
-    planner = planner_from([*words, "--plan.memory", "1GiB"])
-    one = planner.fit(planner.space.first)
-    assert one.room.total <= 1 << 30 and one.room.total > 0.98 * (1 << 30)
-    assert planner.fit(planner.space.first, 0.5).room.cache == pytest.approx(one.room.cache / 2, rel=0.01)
-    apart = chosen("prefill + decode", space=Space.of(Machine(cores=2)))
-    two = planner.fit(apart)
-    assert 2 * two.room.cache == pytest.approx(one.room.cache - 2 * planner.process_bytes, rel=0.02)
-    planner.goal = type(planner.goal)(**{**vars(planner.goal), "memory": 200 << 20})
-    planner._fits.clear()
-    with pytest.raises(ConfigError, match="one process|1 process need"):
-        planner.fit(planner.space.first)
