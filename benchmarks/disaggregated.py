@@ -7,6 +7,7 @@ DIR has AzureLLMInferenceTrace_conv.csv in traces/. The load is its first reques
 random prompts and Poisson arrivals. Every side gets the same requests at the same moments. Sides:
 
     apart       quire serve with one prefill and one decode instance, a core each
+    apart@REV   the same of an earlier commit
     mixed-B     quire serve, one process on both cores, with scheduler.token_budget B
     vllm        vLLM on both cores                                            (needs scripts/peers.sh --only vllm,...)
     vllm-apart  two vLLM with the NIXL connector, a core each, and the two posts that a proxy makes (needs nixl beside
@@ -15,7 +16,7 @@ random prompts and Poisson arrivals. Every side gets the same requests at the sa
 A side stays up for all rates of a round, and the order of sides rotates from round to round. A request meets its SLO if
 both its time to first token and its mean time per token after that are at most --ttft and --tpot, times the scale. What
 a side does not answer misses it. With --long-every K a prompt of --long-tokens comes with every K-th request, which is
-not counted itself. The last table compares `apart` with each budget of one process: their p99 at the same rate.
+not counted itself. The last table compares `apart` with each budget of one process: their latencies at the same rate.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ import random
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common import append_record, format_table, hardware, hardware_line
+from contest import checkouts
 from load import Answered, Asked, Send, attainment, azure, completions, poisson, post, quantile, replay, stream
 from servers import peer_server, quire_server
 
@@ -61,13 +63,15 @@ class Point:
 
 
 @contextmanager
-def serving(side: str, args: argparse.Namespace, folder: Path) -> Iterator[Send]:
-    """Starts what a side needs. Yields how it is asked."""
+def serving(side: str, args: argparse.Namespace, folder: Path, trees: Mapping[str, Path]) -> Iterator[Send]:
+    """Starts what a side needs. Yields how it is asked. trees: checkouts of earlier commits."""
     log = folder / f"{side}.log"
     memory = ["--cache.memory", "1GiB", "--scheduler.max_running", args.running, "--model.weights", args.weights]
-    if side == "apart":
+    name, _, revision = side.partition("@")
+    if name == "apart":
+        tree = {"tree": trees[revision]} if revision else {}
         roles = ["--cluster.prefill", 1, "--cluster.decode", 1]
-        with quire_server(log, args.model, *roles, *memory) as server:
+        with quire_server(log, args.model, *roles, *memory, **tree) as server:
             yield completions(server.url, args.model)
             print(transfers_text(server.url), file=sys.stderr, flush=True)
     elif side.startswith("mixed-"):
@@ -154,14 +158,14 @@ async def warm(send: Send) -> None:
     await replay(requests, send)
 
 
-def measure(args: argparse.Namespace, folder: Path) -> list[Point]:
+def measure(args: argparse.Namespace, folder: Path, trees: Mapping[str, Path]) -> list[Point]:
     """Every side at every rate. A side stays up for all rates of a round: starting it again costs a minute."""
     file = args.data / "traces" / "AzureLLMInferenceTrace_conv.csv"
     points: list[Point] = []
     for number in range(args.rounds):
         sides = args.sides[number % len(args.sides) :] + args.sides[: number % len(args.sides)]
         for side in sides:
-            with serving(side, args, folder) as send:
+            with serving(side, args, folder, trees) as send:
                 asyncio.run(warm(send))
                 for place, rate in enumerate(args.rates):
                     # Other prompts at every rate, or the cache of the rate before would answer them.
@@ -217,7 +221,7 @@ def report(points: list[Point], args: argparse.Namespace) -> None:
 
 
 def compare(points: list[Point]) -> None:
-    """Prints p99 of one process with each budget, divided by those of `apart`."""
+    """Prints latencies of every other side, divided by those of `apart`."""
     sides = dict.fromkeys(point.side for point in points if point.side != "apart")
     rows = []
     for rate in dict.fromkeys(point.rate for point in points):
@@ -227,11 +231,15 @@ def compare(points: list[Point]) -> None:
             for side in ("apart", *sides)
         }
         rows += [
-            [side, f"{rate:g}", f"{of[side].ttft(0.99) / of['apart'].ttft(0.99):.2f}",
-             f"{of[side].tpot(0.99) / of['apart'].tpot(0.99):.2f}"]
+            [
+                side, f"{rate:g}",
+                *(f"{of[side].ttft(share) / of['apart'].ttft(share):.2f}" for share in (0.5, 0.99)),
+                *(f"{of[side].tpot(share) / of['apart'].tpot(share):.2f}" for share in (0.5, 0.99)),
+            ]
             for side in sides
         ]  # fmt: skip
-    print(format_table(["side", "rate", "p99 TTFT / apart's", "p99 TPOT / apart's"], rows))
+    ratios = [f"p{share} {what} / apart's" for what in ("TTFT", "TPOT") for share in (50, 99)]
+    print(format_table(["side", "rate", *ratios], rows))
 
 
 def draw(points: list[Point], args: argparse.Namespace) -> None:
@@ -289,8 +297,9 @@ def main() -> None:
     args.sides = args.sides.split(",")
     args.rates = [float(each) for each in args.rates.split(",")]
     os.environ.setdefault("QUIRE_LOG", "info")
-    with tempfile.TemporaryDirectory() as folder:
-        points = measure(args, Path(folder))
+    revisions = [revision for side in args.sides if (revision := side.partition("@")[2])]
+    with tempfile.TemporaryDirectory() as folder, checkouts(revisions) as trees:
+        points = measure(args, Path(folder), trees)
     report(points, args)
     if "apart" in args.sides:
         print()

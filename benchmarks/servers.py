@@ -57,9 +57,12 @@ class Server:
 
 
 @contextmanager
-def quire_server(log: Path, *words: object) -> Iterator[Server]:
-    """`quire serve WORDS` on a free port, until it is drained or the context ends. Raises ServerError."""
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+def quire_server(log: Path, *words: object, tree: Path = ROOT) -> Iterator[Server]:
+    """`quire serve WORDS` on a free port, until it is drained or the context ends. Raises ServerError.
+
+    tree  the checkout that it runs
+    """
+    path = os.pathsep.join(filter(None, [str(tree / "src"), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "quire", "serve", *map(str, words), "--host", "127.0.0.1", "--port", "0"]
     process = _start(command, log, {"PYTHONPATH": path}, subprocess.PIPE)
     assert process.stdout is not None

@@ -171,8 +171,12 @@ def test_what_is_no_prompt_message_or_parameter_is_named(llm: LLM) -> None:
         (lambda: llm.chat([]), "at least one"),
         (lambda: llm.chat("hi"), "at least one"),  # type: ignore[arg-type]
         (lambda: llm.chat([[]]), "it must have at least one message"),
-        (lambda: llm.chat([{"role": 5, "content": "x"}]), "must be a list of objects with role and content"),
-        (lambda: llm.chat([{"content": "x"}]), "objects with role and content"),
+        (lambda: llm.chat(5), "at least one"),  # type: ignore[arg-type]
+        (lambda: llm.chat([5]), "'messages' is 5; it must be a list of objects with role and content"),  # type: ignore[list-item]
+        (lambda: llm.chat([None]), "'messages' is None; it must be a list"),  # type: ignore[list-item]
+        (lambda: llm.chat([[{"role": "user", "content": "x"}, "y"]]), r"messages\[1\] is 'y'; it must be an object"),  # type: ignore[list-item]
+        (lambda: llm.chat([{"role": 5, "content": "x"}]), r"the role of messages\[0\] is 5; it must be a string"),
+        (lambda: llm.chat([{"content": "x"}]), r"the role of messages\[0\] is missing; it must be a string"),
     ]:
         with pytest.raises(RequestError, match=name):
             call()

@@ -21,7 +21,17 @@ from typing import Any
 
 from recorded.asking import Answer, ask, running, wait_until_drained
 from recorded.cases import Crowd, Line, Places, Request, Server
-from recorded.masks import Marks, Masked, blamed_of, document_of, headers_of, metrics_of, output_of, shape_of
+from recorded.masks import (
+    Marks,
+    Masked,
+    blamed_of,
+    document_of,
+    failure_of,
+    headers_of,
+    metrics_of,
+    output_of,
+    shape_of,
+)
 from recorded.streams import masked_stream
 
 START_SECONDS = 180.0
@@ -92,6 +102,7 @@ class Run:
     def line(self, line: Line, url: str = "") -> dict[str, Any]:
         """What is compared of one command line."""
         self.tell(line.name)
+        marks = Marks(self.texts)
         command = [sys.executable, "-m", "quire", *(word.replace("{url}", url) for word in line.words)]
         try:
             done = subprocess.run(
@@ -99,14 +110,13 @@ class Run:
                 env=self.environment | dict(line.variables), cwd=self.places.folder,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
-            return failed(error)
+            return failed(error, marks)
         if done.returncode and line.shows == "plan":
-            return failed(RunError((done.stderr.strip() or "no message").splitlines()[-1]))
-        marks = Marks(self.texts)
+            return failed(RunError((done.stderr.strip() or "no message").splitlines()[-1]), marks)
         return {
             "status": done.returncode,
             "output": output_of(done.stdout, line.shows, marks),
-            "blamed": blamed_of(done.stderr),
+            "blamed": blamed_of(done.stderr) if done.returncode else "",
             "files": {name: self._file(name, shows, marks) for name, shows in line.files.items()},
         }
 
@@ -153,7 +163,9 @@ class Run:
                 for request in crowd.then:
                     asked.ask(port, request)
         except FAILURES as error:
-            asked.found |= {each.name: failed(error) for each in crowd.then if each.name not in asked.found}
+            asked.found |= {
+                each.name: failed(error, asked.marks) for each in crowd.then if each.name not in asked.found
+            }
 
     @contextmanager
     def _serving(self, server: Server, lines: list[str]) -> Iterator[subprocess.Popen[str]]:
@@ -192,9 +204,9 @@ def killed_after(seconds: float, process: subprocess.Popen[str]) -> Iterator[Non
         late.cancel()
 
 
-def failed(error: Exception) -> dict[str, Any]:
-    """In place of an answer that did not come, or that could not be read."""
-    return {"failed": type(error).__name__}
+def failed(error: Exception, marks: Marks) -> dict[str, Any]:
+    """Stands for an answer that did not come, or that could not be read. It says why."""
+    return {"failed": failure_of(error, marks)}
 
 
 @dataclass
@@ -220,7 +232,7 @@ class Asked:
             answer = self._answer(port, request)
             compared, self.bodies[request.name] = self._read(answer, path)
         except FAILURES as error:
-            self.found[request.name] = failed(error)
+            self.found[request.name] = failed(error, self.marks)
             return
         asked_id = next((value for name, value in request.headers.items() if name.lower() == "x-request-id"), None)
         headers = headers_of(answer.headers, asked_id)

@@ -215,7 +215,7 @@ class LLM(BaseLLM):
         tools                 functions that the model may call, as in OpenAI's API. Calls are part of the text, as the
                               model writes them; the server reads them. Arguments of strict ones fit their schema
         """
-        if isinstance(messages, str) or not messages:
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise RequestError("messages is a list of at least one {'role': ..., 'content': ...}", "messages")
         conversations: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
         for conversation in conversations:

@@ -165,18 +165,28 @@ sys.exit(main(["chat", "fake"]))
 """
 
 
+WAITING = """
+import builtins
+
+def marked(prompt):
+    print("waiting", flush=True)
+    return read(prompt)
+
+read, builtins.input = builtins.input, marked
+"""
+"""Has the chat print a line whenever it begins to wait for a message."""
+
+
 @pytest.mark.parametrize("text", [b"", b"a long message that takes a while to repeat because every letter is slow\n"])
 def test_without_a_terminal_ctrl_c_ends_the_chat(text):
     pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT], cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe)
+    process = subprocess.Popen([sys.executable, "-c", WAITING + SCRIPT], cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe)
     try:
-        assert b"/help" in process.stderr.readline()
+        assert b"/help" in process.stderr.readline() and process.stdout.readline() == b"waiting\n"
         process.stdin.write(text)
         process.stdin.flush()
         if text:
             assert process.stdout.read(4) == b"user"
-        else:
-            time.sleep(1)  # it waits for a message
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
         assert process.stderr.read() == b"quire: interrupted\n"

@@ -253,6 +253,17 @@ def test_a_full_disk_that_no_command_foresaw_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "quire: /somewhere/file cannot be written: No space left on device\n"
 
 
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EPIPE])
+def test_a_command_that_fails_to_write_while_stdout_is_closed_is_no_traceback(error, monkeypatch, capsys):
+    def failing(_):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr("quire.cli.serve.run", failing)
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["serve", "smollm2"]) == (2 if error == errno.ENOSPC else 1)
+    assert "Traceback" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["serve", "smollm2", "--print-config"], ["cache", "ls"]], ids=" ".join)
 def test_an_output_on_a_full_disk_is_one_line(words):
     with open("/dev/full", "w") as full:
@@ -321,11 +332,15 @@ def test_output_into_a_closed_pipe_is_no_traceback(folder):
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
+STDOUT_IS_CLOSED = "stdout is closed, and this command needs it; redirect it with > FILE"
+STDIN_IS_CLOSED = "stdin is closed, and this command needs it; redirect it with < FILE"
+
+
 @pytest.mark.parametrize(
     ("closed", "words", "found"),
     [
         ("<&- 2>&-", ["Hi"], (0, True, "")),
-        (">&-", ["Hi"], (2, False, "quire: stdout is closed\n")),
+        (">&-", ["Hi"], (2, False, f"quire: {STDOUT_IS_CLOSED}\n")),
         ("2>&-", ["Hi", "--output", "a"], (2, False, "")),
     ],
 )
@@ -337,23 +352,36 @@ def test_a_closed_stream_is_no_crash(closed, words, found, folder):
     assert (done.returncode, bool(done.stdout), done.stderr) == found
 
 
-@pytest.mark.parametrize(("name", "closed"), [("stdin", "<&-"), ("stdout", ">&-")])
-def test_a_chat_needs_its_streams(name, closed):
-    command = [sys.executable, "-m", "quire", "chat", "smollm2"]
+@pytest.mark.parametrize(
+    ("words", "closed", "said"),
+    [
+        (["chat", "smollm2"], "<&-", STDIN_IS_CLOSED),
+        (["chat", "smollm2"], ">&-", STDOUT_IS_CLOSED),
+        (["cache", "ls"], ">&-", STDOUT_IS_CLOSED),
+        (["serve", "smollm2", "--print-config"], ">&-", STDOUT_IS_CLOSED),
+        (["bench", "latency", "smollm2"], ">&-", STDOUT_IS_CLOSED),
+    ],
+)
+def test_a_command_without_the_streams_that_it_needs_says_so(words, closed, said):
+    command = [sys.executable, "-m", "quire", *words]
     done = subprocess.run(["bash", "-c", f'"$@" {closed}', "", *command], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"quire: {name} is closed\n")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"quire: {said}\n")
 
 
-def test_a_server_with_closed_streams_answers(folder):
+def test_a_server_with_closed_streams_answers(folder, tmp_path):
+    # A name that no other server has: the port may be another one's by the time that this one takes it.
+    model = tmp_path / f"model-{os.getpid()}"
+    model.symlink_to(folder)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "quire", "serve", folder, "--port", port, *SMALL]
+    command = [sys.executable, "-m", "quire", "serve", str(model), "--port", port, *SMALL]
     process = subprocess.Popen(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "", *command])
     try:
         until = time.monotonic() + 60
         while True:
             try:
-                assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200
+                (found,) = httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"]
+                assert found["id"] == model.name
                 break
             except httpx.TransportError:
                 assert time.monotonic() < until and process.poll() is None

@@ -471,6 +471,13 @@ async def test_another_content_type_is_a_bad_request(kind):
     assert error_of(response)["code"] == "invalid_content_type"
 
 
+async def test_an_encoding_in_a_second_header_is_refused():
+    headers = [("content-type", "application/json"), ("content-encoding", "identity"), ("content-encoding", "gzip")]
+    async with client() as http:
+        response = await http.post("/v1/completions", content=json.dumps(TEXT), headers=headers)
+        assert response.status_code == 415 and "'identity, gzip'" in error_of(response)["message"]
+
+
 async def test_an_encoded_body_is_refused_by_its_encoding():
     async with client() as http:
         for encoding, status in [("gzip", 415), ("br, gzip", 415), ("Identity", 200), ("", 200)]:

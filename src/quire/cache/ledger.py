@@ -129,8 +129,9 @@ class PageCounts:
         rows at the end of `needs` is ignored.
         """
         left = self.num_slabs
-        for index, pages in enumerate(self._classes):
-            left -= pages.slabs_for(needs[index])
+        for need, pages in zip(needs, self._classes, strict=False):
+            packed = -(-(pages.num_out + need) // pages.pages_per_slab)  # `slabs_for`, without the call
+            left -= packed if packed > pages.num_held else pages.num_held
         return left >= 0
 
     def shortage(self, needs: Sequence[int], each: Sequence[int]) -> int:

@@ -7,6 +7,7 @@ error reported in one line, 130 interrupted.
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import io
@@ -19,7 +20,7 @@ from quire.cli.parser import COMMANDS, parse
 from quire.errors import ConfigError, QuireError, shortened, shown
 from quire.interrupt import exit_on_next, install, remove
 
-__all__ = ["COMMANDS", "main", "parse"]
+__all__ = ["COMMANDS", "check_open", "main", "parse"]
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 """Errors of a disk that cannot be written. Any other unexpected OSError is a defect of ours."""
@@ -39,9 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(argv)
         debug = args.debug
         _set_up_output(args.command, log)
+        if not _can_do_without_output(args):
+            check_open("stdout")
         code = int(importlib.import_module(f"quire.cli.{args.command}").run(args))
-        if sys.stdout is not None:
-            sys.stdout.flush()  # a failure here is still reported below
+        _flush_output()  # a failure here is still reported below
         return code
     except QuireError as error:
         if debug:
@@ -63,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug or error.errno not in FULL:
             raise
         try:
-            sys.stdout.flush()
+            _flush_output()
         except OSError:
             _forget_output()
         print(
@@ -77,10 +79,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             remove()
 
 
+def check_open(*names: str) -> None:
+    """Raises ConfigError if a stream, stdin or stdout, was closed when the process started."""
+    for name in names:
+        if getattr(sys, name) is None:
+            example = "> FILE" if name == "stdout" else "< FILE"
+            raise ConfigError(f"{name} is closed, and this command needs it; redirect it with {example}")
+
+
+def _can_do_without_output(args: argparse.Namespace) -> bool:
+    """Whether what a command prints is not its result: a server answers over HTTP, and --output names a file."""
+    if args.command == "serve":
+        return not args.print_config
+    return getattr(args, "output", None) is not None
+
+
 def _open_missing_streams() -> None:
     """Opens /dev/null for descriptors 0 to 2 that are closed: otherwise a socket gets the number, and uvloop aborts.
 
-    sys.stdin and sys.stdout stay None, so that a command can say that it needs them.
+    sys.stdin and sys.stdout stay None, so that `main` and commands can say that they need them.
     """
     # open takes the lowest free number: the descriptors below are open already.
     for number in range(3):
@@ -92,9 +109,16 @@ def _open_missing_streams() -> None:
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)  # print(file=None) would write to stdout
 
 
+def _flush_output() -> None:
+    """Writes what stdout holds, unless it was closed when the process started."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
 def _forget_output() -> None:
     """Redirects stdout, so that buffered output does not fail at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _set_up_output(command: str, log: logging.Logger) -> None:
@@ -122,6 +146,5 @@ def _leave_if_loading(text: str) -> None:
         if images is not None:
             images.drop_drafts()
         os.write(2, ("\r\n\x1b[?25h" * os.isatty(2) + text).encode())
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        _flush_output()
         os._exit(130)

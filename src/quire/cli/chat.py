@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
-from quire.cli import shared
+from quire.cli import check_open, shared
 from quire.errors import ConfigError, ModelError, RequestError
 from quire.folders import user_path
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     given = shared.sampling_from(args)
     shared.sampling_params(given)  # reports invalid flags before the model is loaded
-    shared.check_open("stdin", "stdout")
+    check_open("stdin")
     terminal = Terminal(sys.stdin.isatty() and sys.stdout.isatty())
     with shared.runner() as loop:
         context = shared.engine(args)

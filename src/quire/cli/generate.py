@@ -70,7 +70,6 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("give a PROMPT, or --input FILE")
         if args.output is not None:
             raise ConfigError("--output needs --input FILE; the answer to a PROMPT goes to stdout")
-        shared.check_open("stdout")
         with shared.runner() as loop:
             failure = loop.run(_stream(args, params))
         if failure is not None:

@@ -186,13 +186,6 @@ def set_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     return lambda text: tuple(dict.fromkeys(convert(text)))
 
 
-def check_open(*names: str) -> None:
-    """Raises ConfigError if a stream, stdin or stdout, was closed when the process started."""
-    for name in names:
-        if getattr(sys, name) is None:
-            raise ConfigError(f"{name} is closed")
-
-
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()) -> None:
     """Prints a table. The first column and those in `left` are aligned to the left, all others to the right."""
     from rich.console import Console

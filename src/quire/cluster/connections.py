@@ -90,8 +90,7 @@ class PeerConnections:
         name               name of this process, unique in the cluster
         secret             the cluster's secret
         transport          transport of `listen`: tcp or shm. An address names the transport to dial
-        compatibility_tag  value that both sides must share, such as a digest of the model; a peer with another value is
-                           refused
+        compatibility_tag  names the version of Quire; a peer with another one is refused
         """
         if transport not in TRANSPORTS:
             raise ConfigError(f"no transport {transport!r}; there are {', '.join(TRANSPORTS)}")

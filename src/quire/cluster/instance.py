@@ -96,7 +96,7 @@ class LaunchConfig:
 
 
 def compatibility_tag() -> bytes:
-    """A tag that all processes of a cluster share."""
+    """Names the version of Quire, which is the same in all processes of a cluster."""
     return f"quire {__version__}".encode()
 
 

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from quire.errors import ModelError, RequestError
+from quire.errors import ModelError, RequestError, shown
 from quire.models import render
 from quire.models.child import DIED, TIMED_OUT, ChildProcess
 
@@ -35,15 +35,25 @@ MAX_CHARS = 16 << 20
 """Limit of a rendered prompt: twice the server's default limit of a request body."""
 
 
-def check_messages(messages: Sequence[Any]) -> None:
-    """Raises RequestError if a conversation is empty, or if a message has no role. Which roles there are is up to the
-    model's template; the server takes those of `Role`.
+def check_messages(messages: Any) -> None:
+    """Raises RequestError if a conversation is no list, is empty, or has a message without a role. Which roles there
+    are is up to the model's template; the server takes those of `Role`.
     """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise RequestError(
+            f"'messages' is {shown(messages)}; it must be a list of objects with role and content", "messages"
+        )
     if not messages:
         raise RequestError("'messages' is empty; it must have at least one message", "messages")
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError("'messages' must be a list of objects with role and content", "messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            what = f"messages[{index}] is {shown(message)}; it must be an object with role and content"
+        elif not isinstance(message.get("role"), str):
+            role = shown(message["role"]) if "role" in message else "missing"
+            what = f"the role of messages[{index}] is {role}; it must be a string, such as 'user'"
+        else:
+            continue
+        raise RequestError(what, "messages")
 
 
 class ChatTemplate:

@@ -303,8 +303,8 @@ def _full(reason: str) -> ApiError:
 
 
 def _check_kind(request: Request) -> None:
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.strip().lower() not in ("", "identity"):
+    encoding = ", ".join(request.headers.getlist("content-encoding"))
+    if any(each.strip().lower() not in ("", "identity") for each in encoding.split(",")):
         message = f"Content-Encoding is {shown(encoding)}; the server does not decode bodies; send the JSON itself"
         raise ApiError(415, message, code="unsupported_content_encoding")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ import pytest
 from quire.cluster import wire
 from quire.cluster.connections import MOST_STRANGERS
 from quire.cluster.transport import channel as channels
+from quire.cluster.transport import transport_of
 from quire.cluster.transport.channel import EXTENT, MESSAGE, MOST_EXTENTS, Channel, Credentials, authenticate
 from quire.cluster.transport.sockets import SocketStream
 from quire.cluster.transport.stream import TransportError
+from quire.version import __version__
 from tests.cluster.transport.test_connection import PATIENCE, SECRET, Cluster, ask, eventually, until_the_end
 from tests.cluster.transport.test_connection import cluster as cluster
 
@@ -24,7 +28,7 @@ from tests.cluster.transport.test_connection import cluster as cluster
     ("options", "reason"),
     [
         ({"secret": b"another"}, "has another secret"),
-        ({"compatibility_tag": b"another"}, "has another model, codec or calibration"),
+        ({"compatibility_tag": b"x"}, f"runs another version of Quire; this process runs version {__version__}"),
         ({"name": "a"}, "calls itself 'a' too"),
     ],
 )
@@ -53,6 +57,46 @@ def hello(**changes: Any) -> bytes:
     parts = {"magic": b"QLNK", "version": channels._VERSION, "name": b"stranger", "length": None} | changes
     length = len(parts["name"]) if parts["length"] is None else parts["length"]
     return channels._HELLO.pack(parts["magic"], parts["version"], length, os.urandom(32)) + parts["name"]
+
+
+@pytest.mark.parametrize("version", [2, 4])
+def test_a_listener_refuses_a_peer_that_speaks_another_version_of_the_links(
+    cluster: Cluster, version: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    b, inbox = cluster.add("b", handshake_seconds=0.4)
+    stream = cluster.dial("b")
+    with closing(stream):
+        stream.write(hello(version=version))
+        answered = until_the_end(stream)
+    eventually(lambda: b.num_strangers == 0)
+    refusal = f"link to a stranger: the peer speaks version {version} of the links, and this is version 3"
+    assert refusal in caplog.messages and inbox.losses == []
+    assert answered == b"", "a listener answers only its own version"
+
+
+@pytest.mark.parametrize("version", [2, 4])
+def test_a_dialer_refuses_a_listener_that_speaks_another_version_of_the_links(cluster: Cluster, version: int) -> None:
+    a, inbox = cluster.add("a", handshake_seconds=0.4)
+    listener = transport_of(f"{cluster.transport}://any")[0].listen("127.0.0.1", PATIENCE)
+
+    def answer() -> None:
+        with closing(listener.accept()) as stream:
+            stream.write(hello(version=version, name=b"b"))
+            until_the_end(stream)
+        with pytest.raises(TransportError, match="closed"):
+            listener.accept()
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    a.learn("b", listener.address)
+    refusal = f"the peer speaks version {version} of the links, and this is version 3"
+    try:
+        with pytest.raises(TransportError, match=refusal):
+            a.connect("b", PATIENCE)
+    finally:
+        listener.close()
+        answering.join(PATIENCE)
+    assert inbox.losses == []
 
 
 def test_strangers_reach_nobody_and_cost_nothing(cluster: Cluster) -> None:
