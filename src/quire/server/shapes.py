@@ -1,7 +1,7 @@
 """The answers of the API, field by field.
 
 The code that builds an answer writes it as a dict of one of these types: mypy checks its keys and values,
-which costs no time at run time. /openapi.json is generated from the same types, and tests/server/test_document.py
+which costs no time at run time. /openapi.json is generated from the same types, and tests/server/test_shapes.py
 checks real answers against them.
 """
 
