@@ -47,7 +47,7 @@ SETTLE_SECONDS = 60.0
 
 
 @dataclass
-class Asked:
+class ClientRequest:
     """A request, and what its client got."""
 
     prompt: list[int]
@@ -64,20 +64,20 @@ class Tally:
     """What the faults did.
 
     streamed  numbers of the requests that had tokens when their process went
-    asked     requests that have begun
+    begun     requests that have begun
     """
 
     kills: int = 0
     stops: int = 0
     silent: int = 0
-    asked: int = 0
+    begun: int = 0
     streamed: set[int] = field(default_factory=set)
 
 
 class Chaos:
     """A load and its faults on one cluster."""
 
-    def __init__(self, cluster: Cluster, requests: list[Asked], args: argparse.Namespace) -> None:
+    def __init__(self, cluster: Cluster, requests: list[ClientRequest], args: argparse.Namespace) -> None:
         self.cluster, self.requests, self.args = cluster, requests, args
         self.tally = Tally()
         self._random = random.Random(args.seed + 1)
@@ -98,25 +98,25 @@ class Chaos:
         faults.cancel()
         await asyncio.gather(faults, *self._resuming, return_exceptions=True)
 
-    async def _client(self, waiting: Iterator[Asked]) -> None:
-        for asked in waiting:
-            name = f"chaos-{self.tally.asked}"
-            self.tally.asked += 1
+    async def _client(self, waiting: Iterator[ClientRequest]) -> None:
+        for request in waiting:
+            name = f"chaos-{self.tally.begun}"
+            self.tally.begun += 1
             begun = last = time.monotonic()
             try:
                 async with asyncio.timeout(self.args.deadline):
-                    prompt = {"prompt_token_ids": asked.prompt}
-                    async for output in self.cluster.generate(prompt, asked.params, name):
-                        asked.token_ids += output.outputs[0].token_ids
-                        asked.is_whole = output.finished
+                    prompt = {"prompt_token_ids": request.prompt}
+                    async for output in self.cluster.generate(prompt, request.params, name):
+                        request.token_ids += output.outputs[0].token_ids
+                        request.is_whole = output.finished
                         now = time.monotonic()
-                        asked.longest_wait, last = max(asked.longest_wait, now - last), now
+                        request.longest_wait, last = max(request.longest_wait, now - last), now
             except TimeoutError:
-                asked.error = f"no end after {self.args.deadline:g} s"
+                request.error = f"no end after {self.args.deadline:g} s"
             except QuireError as error:
-                asked.error = f"{type(error).__name__}: {error}"
-            asked.seconds = time.monotonic() - begun
-            asked.longest_wait = max(asked.longest_wait, time.monotonic() - last)
+                request.error = f"{type(error).__name__}: {error}"
+            request.seconds = time.monotonic() - begun
+            request.longest_wait = max(request.longest_wait, time.monotonic() - last)
 
     # ---- faults ----------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Chaos:
         moments = sorted(self._random.uniform(0.04, 0.96) * len(self.requests) for _ in kinds)
         first_stop = True
         for kind, moment in zip(kinds, moments, strict=True):
-            while self.tally.asked < moment:
+            while self.tally.begun < moment:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(self._random.uniform(0.0, 0.3))
             if kind == "kill":
@@ -226,7 +226,7 @@ def resources() -> dict[str, list[str]]:
     }
 
 
-def requests_of(args: argparse.Namespace, vocabulary: int, longest: int) -> list[Asked]:
+def requests_of(args: argparse.Namespace, vocabulary: int, longest: int) -> list[ClientRequest]:
     """Prompts of all lengths, some of them with a common beginning, and answers of all lengths."""
     rng = random.Random(args.seed)
     shared = [rng.randrange(3, vocabulary) for _ in range(longest)]
@@ -242,39 +242,39 @@ def requests_of(args: argparse.Namespace, vocabulary: int, longest: int) -> list
         params = SamplingParams(
             max_tokens=tokens, temperature=rng.choice([0.0, 0.8]), seed=args.seed + index, ignore_eos=True,
         )  # fmt: skip
-        found.append(Asked(prompt, params))
+        found.append(ClientRequest(prompt, params))
     return found
 
 
-def judge(requests: list[Asked], expected: list[list[int]]) -> dict[str, int]:
+def judge(requests: list[ClientRequest], expected: list[list[int]]) -> dict[str, int]:
     """How many requests went wrong, and in which way."""
     counts = dict.fromkeys(("lost", "doubled", "wrong", "late", "failed"), 0)
-    for asked, tokens in zip(requests, expected, strict=True):
-        got = asked.token_ids
-        if asked.error.startswith("no end"):
+    for request, tokens in zip(requests, expected, strict=True):
+        got = request.token_ids
+        if request.error.startswith("no end"):
             counts["late"] += 1
-        elif asked.error:
+        elif request.error:
             counts["failed"] += 1
         if got == tokens[: len(got)]:
-            counts["lost"] += not asked.error and (len(got) < len(tokens) or not asked.is_whole)
+            counts["lost"] += not request.error and (len(got) < len(tokens) or not request.is_whole)
         else:
             counts["doubled" if len(got) > len(tokens) else "wrong"] += 1
     return counts
 
 
-def explained(llm: LLM, asked: Asked, expected: list[int]) -> str:
+def explained(llm: LLM, request: ClientRequest, expected: list[int]) -> str:
     """Where an answer is wrong, and how near the right token was: one engine computes the same in other batches with
     other rounding.
     """
-    pairs = zip(asked.token_ids, expected, strict=False)
+    pairs = zip(request.token_ids, expected, strict=False)
     place = next((index for index, (got, right) in enumerate(pairs) if got != right), len(expected))
-    said = f"{len(asked.prompt)} prompt tokens, temperature {asked.params.temperature}, wrong from token {place} on"
+    said = f"{len(request.prompt)} prompt tokens, temperature {request.params.temperature}, wrong from token {place} on"
     if place == len(expected):
         return said
-    wanted = dataclasses.replace(asked.params, logprobs=20, max_tokens=place + 1)
-    (alone,) = llm.generate([{"prompt_token_ids": asked.prompt}], wanted)
+    wanted = dataclasses.replace(request.params, logprobs=20, max_tokens=place + 1)
+    (alone,) = llm.generate([{"prompt_token_ids": request.prompt}], wanted)
     found = (alone.outputs[0].logprobs or [])[place]
-    got, right, tokens = asked.token_ids[place], expected[place], alone.outputs[0].token_ids
+    got, right, tokens = request.token_ids[place], expected[place], alone.outputs[0].token_ids
     odds = [found[token].logprob if token in found else math.nan for token in (got, right)]
     return f"{said}: {got} ({odds[0]:.6f}) for {right} ({odds[1]:.6f}); alone one engine has {tokens[place]}"
 
@@ -379,9 +379,9 @@ def main() -> int:
         prompts = [{"prompt_token_ids": each.prompt} for each in chaos.requests]
         answers = llm.generate(prompts, [each.params for each in chaos.requests])
         expected = [each.outputs[0].token_ids for each in answers]
-        for index, (asked, tokens) in enumerate(zip(chaos.requests, expected, strict=True)):
-            if asked.token_ids != tokens[: len(asked.token_ids)]:
-                print(f"chaos-{index}: {explained(llm, asked, tokens)}")
+        for index, (request, tokens) in enumerate(zip(chaos.requests, expected, strict=True)):
+            if request.token_ids != tokens[: len(request.token_ids)]:
+                print(f"chaos-{index}: {explained(llm, request, tokens)}")
     is_well = report(args, chaos, left, seconds, expected, before, after)
     print("all is well" if is_well else "something is wrong")
     return 0 if is_well else 1

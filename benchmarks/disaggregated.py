@@ -37,7 +37,7 @@ from typing import Any
 
 from common import append_record, format_table, hardware, hardware_line
 from contest import checkouts
-from load import Answered, Asked, Send, attainment, azure, completions, poisson, post, quantile, replay, stream
+from load import Answered, LoadRequest, Send, attainment, azure, completions, poisson, post, quantile, replay, stream
 from servers import peer_server, quire_server
 
 SCALES = (0.5, 0.75, 1.0, 1.5, 2.0)
@@ -118,16 +118,16 @@ def vllm_server(log: Path, args: argparse.Namespace, cores: str, channel: int | 
 def through_nixl(prefill: str, decode: str) -> Send:
     """The two posts of a request: the prompt at one, and all tokens at the other, which fetches the cache."""
 
-    async def send(asked: Asked, answer: Answered) -> None:
+    async def send(request: LoadRequest, answer: Answered) -> None:
         first = {
             "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
             "remote_host": None, "remote_port": None,
         }  # fmt: skip
         body: dict[str, Any] = {
-            "model": "model", "prompt": asked.prompt, "temperature": 0, "ignore_eos": True, "max_tokens": 1,
+            "model": "model", "prompt": request.prompt, "temperature": 0, "ignore_eos": True, "max_tokens": 1,
         }  # fmt: skip
         found = await post(prefill, "/v1/completions", body | {"kv_transfer_params": first})
-        body |= {"max_tokens": asked.num_out, "stream": True, "stream_options": {"include_usage": True}}
+        body |= {"max_tokens": request.num_out, "stream": True, "stream_options": {"include_usage": True}}
         await stream(decode, "/v1/completions", body | {"kv_transfer_params": found["kv_transfer_params"]}, answer)
 
     return send
@@ -154,7 +154,7 @@ def transfers_text(url: str) -> str:
 async def warm(send: Send) -> None:
     """A few requests of several lengths, so that nothing is compiled while it counts."""
     lengths = (20, 200, 1000, 64, 300)
-    requests = [Asked(0.3 * number, [500 + number] * length, 8) for number, length in enumerate(lengths)]
+    requests = [LoadRequest(0.3 * number, [500 + number] * length, 8) for number, length in enumerate(lengths)]
     await replay(requests, send)
 
 
@@ -180,13 +180,13 @@ def measure(args: argparse.Namespace, folder: Path, trees: Mapping[str, Path]) -
     return points
 
 
-def interfering(load: list[Asked], args: argparse.Namespace, seed: int) -> list[Asked]:
+def interfering(load: list[LoadRequest], args: argparse.Namespace, seed: int) -> list[LoadRequest]:
     """Long prompts that come with some requests, and want one token."""
     if not args.long_every:
         return []
     rng = random.Random(seed + 1)
     return [
-        Asked(each.at, [rng.choice(VOCABULARY) for _ in range(args.long_tokens)], 1)
+        LoadRequest(each.at, [rng.choice(VOCABULARY) for _ in range(args.long_tokens)], 1)
         for each in load[args.long_every - 1 :: args.long_every]
     ]
 

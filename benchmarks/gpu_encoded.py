@@ -4,8 +4,8 @@ the products of a layer, and exactness. One run, all sides as CUDA graphs.
     python benchmarks/gpu_encoded.py [--codecs nuq4,nuq3,nuq2,g4] [--shapes 32x32768,1x131072] [--json FILE]
 
 The shape is Llama-3-8B's: 8 kv heads of 4 query heads, head size 128. Keys and values are normally distributed, and
-books are made for that. `mixed` has widths like those that calibration chooses, from one bit less to one bit more; the
-others have one width everywhere. The layers together have at least a gigabyte, which exceeds every cache.
+codebooks are made for that. `mixed` has widths like those that calibration chooses, from one bit less to one bit more;
+the others have one width everywhere. The layers together have at least a gigabyte, which exceeds every cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quire.attention.rows import RowSlice
 from quire.cache.arena import Arena
 from quire.cache.codecs import CODECS, Codec, CodecInputs, load
 from quire.cache.codecs.dense import DenseCodec
-from quire.cache.codecs.nuq import BLOCK_PAIRS, NUM_BOOK, NuqTables
+from quire.cache.codecs.nuq import BLOCK_PAIRS, CODEBOOK_SIZE, NuqTables
 from quire.cache.ledger import PAGE_TOKENS, PageLedger
 from quire.cache.table import ChunkTable
 
@@ -44,18 +44,18 @@ PROMPT = 2048
 PRODUCTS = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)]
 
 
-def normal_book(bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def normal_codebook(bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Centroids [32] and edges [31] of `bits` bits for normal numbers, by Lloyd's iteration on a sample."""
     sample = torch.erfinv(torch.linspace(-0.9999, 0.9999, 20_001)) * math.sqrt(2)
     count = 1 << bits
-    book = torch.quantile(sample, (torch.arange(count) + 0.5) / count)
+    codebook = torch.quantile(sample, (torch.arange(count) + 0.5) / count)
     for _ in range(100):
-        edges = (book[1:] + book[:-1]) / 2
+        edges = (codebook[1:] + codebook[:-1]) / 2
         codes = torch.bucketize(sample, edges)
-        book = torch.zeros(count).index_add_(0, codes, sample) / torch.bincount(codes, minlength=count)
-    padding = torch.full((NUM_BOOK - 1,), torch.inf)
-    padding[: count - 1] = (book[1:] + book[:-1]) / 2
-    return torch.cat((book, torch.zeros(NUM_BOOK - count))), padding
+        codebook = torch.zeros(count).index_add_(0, codes, sample) / torch.bincount(codes, minlength=count)
+    padding = torch.full((CODEBOOK_SIZE - 1,), torch.inf)
+    padding[: count - 1] = (codebook[1:] + codebook[:-1]) / 2
+    return torch.cat((codebook, torch.zeros(CODEBOOK_SIZE - count))), padding
 
 
 def make_tables(layers: int, bits: int, mixed: bool) -> NuqTables:
@@ -64,22 +64,24 @@ def make_tables(layers: int, bits: int, mixed: bool) -> NuqTables:
     widths = torch.full((*lead, DIM // (2 * BLOCK_PAIRS)), bits)
     if mixed:
         widths += torch.randint(-1, 2, widths.shape, generator=generator)
-    books, edges = map(torch.stack, zip(*(normal_book(b) if b else normal_book(1) for b in range(6)), strict=True))
+    codebooks, edges = map(
+        torch.stack, zip(*(normal_codebook(b) if b else normal_codebook(1) for b in range(6)), strict=True)
+    )
     order = torch.rand(*lead, DIM // 2, generator=generator).argsort(-1)
     of_pair = torch.zeros(*lead, DIM // 2, dtype=torch.int64)
     of_pair.scatter_(-1, order, widths.repeat_interleave(BLOCK_PAIRS, -1))
     channel = torch.cat((of_pair, of_pair), -1)
-    scale = 1 / books[bits].abs().max()  # values are read in units of their own half range
+    scale = 1 / codebooks[bits].abs().max()  # values are read in units of their own half range
     return NuqTables(
         key_order=order.to(torch.uint8),
         key_bits=widths.to(torch.uint8),
         key_edges=edges[channel],
-        key_books=books[channel],
+        key_books=codebooks[channel],
         key_weight=torch.ones(*lead, DIM),
         key_slots=torch.ones(lead, dtype=torch.uint8),
         value_bits=torch.full(lead, bits, dtype=torch.uint8),
         value_edges=(edges[bits] * scale).expand(*lead, -1).clone(),
-        value_books=(books[bits] * scale).expand(*lead, -1).clone(),
+        value_books=(codebooks[bits] * scale).expand(*lead, -1).clone(),
         value_slots=torch.ones(lead, dtype=torch.uint8),
     )
 

@@ -5,16 +5,17 @@
     python benchmarks/kv_ablation.py --data DIR --work W --out F       # may be stopped: the same command goes on
 
 SmolLM2 reads WikiText-2's test text in windows of 2,048 tokens, the same windows in every row. There are two base
-codecs: ours, as `quire calibrate` makes it, and the paper's (Fisher books, the same bits everywhere). All calibrations
-use the same samples, gathered once from text that the model writes, or from --text FILE.
+codecs: ours, as `quire calibrate` makes it, and the paper's (Fisher codebooks, the same bits everywhere). All
+calibrations use the same samples, gathered once from text that the model writes, or from --text FILE.
 
 Most rows come from an engine with the calibration in a file: its perplexity and its bytes. The engine cannot store keys
-per token, nor after rotation. Rows with a * are therefore simulated (kv_simulation.py) with the codec's own books and
-kernels. `nothing *` checks the simulation: it must equal `nothing` within rounding.
+per token, nor after rotation. Rows with a * are therefore simulated (kv_simulation.py) with the codec's own codebooks
+and kernels. `nothing *` checks the simulation: it must equal `nothing` within rounding.
 
-Keys per token have a range, a book and a width for each head, like values; the bytes of their ranges are not counted.
-After rotation, books are made from rotated keys and gradients. Without Fisher information, errors in all elements cost
-the same, for books, widths and slots. Without outlier slots, pages are smaller, and so is the budget of widths.
+Keys per token have a range, a codebook and a width for each head, like values. The bytes of their ranges are not
+counted. After rotation, codebooks are made from rotated keys and gradients. Without Fisher information, errors in all
+elements cost the same, for codebooks, widths and slots. Without outlier slots, pages are smaller, and so is the budget
+of widths.
 
 Ratios are relative to the dense cache's perplexity. The cost of a switch is relative to `nothing`, or for simulated
 rows `nothing *`, with the standard error over windows. All rows read the same text, so small differences show. Bits are
@@ -74,7 +75,7 @@ PARTS = ("keys", "values", "key_grads", "value_grads")
 
 @dataclass(frozen=True)
 class Fits:
-    """How books are made.
+    """How codebooks are made.
 
     slots    outlier slots per vector
     rotated  whether keys and the costs of their errors are rotated
@@ -92,7 +93,7 @@ class Fits:
 class Variant:
     """A codec.
 
-    kinds      kinds of books to choose from
+    kinds      kinds of codebooks to choose from
     spends     whether widths are allocated by their benefit; otherwise all are equal
     sinks      tokens kept exact
     per_token  whether each key has its own range, like values
@@ -143,7 +144,7 @@ def variants(base: str) -> dict[str, Variant]:
 
 
 class Samples:
-    """Keys, values and gradients of a model over windows of a text, and the books made from them.
+    """Keys, values and gradients of a model over windows of a text, and the codebooks made from them.
 
     text    None: text that the model writes itself
     folder  stores the samples, one file per window
@@ -206,7 +207,7 @@ class Samples:
 
     @functools.cache  # noqa: B019, one lives as long as the script
     def fits(self, fits: Fits) -> list[LayerFit]:
-        """Books of all kinds and widths for every layer, with their costs."""
+        """Codebooks of all kinds and widths for every layer, with their costs."""
         say(f"fitting {fits}")
         held_out = (self.window_tokens - self.settings.skipped) * self.settings.num_held_out
         return [fit_layer(self.layer(layer, fits), held_out, fits.slots) for layer in range(self.shape.num_layers)]

@@ -44,11 +44,11 @@ def per_token(
     kinds: Sequence[str],
     spends: bool,
 ) -> Stored:
-    """Keys stored like values: a range for each token, a book and a width for each head.
+    """Keys stored like values: a range for each token, a codebook and a width for each head.
 
     key_fits  fits with keys in the place of values
     bits      average width
-    kinds     kinds of books to choose from
+    kinds     kinds of codebooks to choose from
     spends    whether widths are allocated by their benefit; otherwise all are equal
     """
     sources = (key_fits, value_fits)
@@ -92,12 +92,12 @@ def spread_bits(cost: Tensor, bits: int) -> Tensor:
 def _head_tables(fit: LayerFit, kind: str, widths: Tensor, slots: int) -> NuqTables:
     """Tables of a layer with widths [H], for values only; keys get no bits."""
     nothing = torch.zeros(*fit.key_weight.shape, 1)
-    even = uniform_tables(Codebook(nothing, nothing), fit.key_weight, 0, fit.value_books[kind, 1], slots)
-    books = [
-        padded(Codebook(*(part[head] for part in fit.value_books[kind, bits])))
+    even = uniform_tables(Codebook(nothing, nothing), fit.key_weight, 0, fit.value_codebooks[kind, 1], slots)
+    codebooks = [
+        padded(Codebook(*(part[head] for part in fit.value_codebooks[kind, bits])))
         for head, bits in enumerate(widths.tolist())
     ]
-    edges, stands_for = (torch.stack(part)[None] for part in zip(*books, strict=True))
+    edges, stands_for = (torch.stack(part)[None] for part in zip(*codebooks, strict=True))
     return dataclasses.replace(even, value_bits=widths.to(torch.uint8)[None], value_edges=edges, value_books=stands_for)
 
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoadRequest:
     """A request of a load: seconds from its beginning, prompt, and tokens to generate."""
 
     at: float
@@ -31,7 +31,7 @@ class Asked:
 class Answered:
     """When the tokens of a request arrived, on the clock of `time.perf_counter`. error: why it is not whole."""
 
-    asked: Asked
+    request: LoadRequest
     due: float
     times: list[float] = field(default_factory=list)
     num_tokens: int = 0
@@ -50,32 +50,32 @@ class Answered:
         return (self.times[-1] - self.times[0]) / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0
 
 
-Send = Callable[[Asked, Answered], Awaitable[None]]
+Send = Callable[[LoadRequest, Answered], Awaitable[None]]
 
 
-def azure(file: Path, count: int, *, longest: int, vocabulary: range, seed: int) -> list[Asked]:
+def azure(file: Path, count: int, *, longest: int, vocabulary: range, seed: int) -> list[LoadRequest]:
     """Lengths of the first requests of an Azure trace that fit `longest` tokens, with random prompts, all due at 0."""
-    rng, found = random.Random(seed), list[Asked]()
+    rng, found = random.Random(seed), list[LoadRequest]()
     with file.open() as lines:
         for row in csv.DictReader(lines):
             num_in, num_out = int(row["ContextTokens"]), int(row["GeneratedTokens"])
             if num_out >= 1 and num_in >= 1 and num_in + num_out <= longest:
-                found.append(Asked(0.0, [rng.choice(vocabulary) for _ in range(num_in)], num_out))
+                found.append(LoadRequest(0.0, [rng.choice(vocabulary) for _ in range(num_in)], num_out))
             if len(found) == count:
                 return found
     raise ValueError(f"{file} has only {len(found)} requests of at most {longest} tokens")
 
 
-def poisson(requests: Sequence[Asked], rate: float, seed: int) -> list[Asked]:
+def poisson(requests: Sequence[LoadRequest], rate: float, seed: int) -> list[LoadRequest]:
     """The same requests, as Poisson arrivals of `rate` a second."""
-    rng, at, found = random.Random(seed), 0.0, list[Asked]()
+    rng, at, found = random.Random(seed), 0.0, list[LoadRequest]()
     for each in requests:
         at += rng.expovariate(rate)
-        found.append(Asked(at, each.prompt, each.num_out))
+        found.append(LoadRequest(at, each.prompt, each.num_out))
     return found
 
 
-async def replay(requests: Sequence[Asked], send: Send) -> list[Answered]:
+async def replay(requests: Sequence[LoadRequest], send: Send) -> list[Answered]:
     """Sends each request when it is due, however many are under way."""
     begun = time.perf_counter() + 0.1
     answers = [Answered(each, begun + each.at) for each in requests]
@@ -83,9 +83,9 @@ async def replay(requests: Sequence[Asked], send: Send) -> list[Answered]:
     async def one(answer: Answered) -> None:
         await asyncio.sleep(max(0.0, answer.due - time.perf_counter()))
         try:
-            await send(answer.asked, answer)
-            if answer.num_tokens != answer.asked.num_out:
-                answer.error = answer.error or f"{answer.num_tokens} tokens of {answer.asked.num_out}"
+            await send(answer.request, answer)
+            if answer.num_tokens != answer.request.num_out:
+                answer.error = answer.error or f"{answer.num_tokens} tokens of {answer.request.num_out}"
         except (OSError, ValueError, asyncio.IncompleteReadError) as error:
             answer.error = f"{type(error).__name__}: {error}"
 
@@ -96,9 +96,9 @@ async def replay(requests: Sequence[Asked], send: Send) -> list[Answered]:
 def completions(url: str, model: str, **more: Any) -> Send:
     """Sends to /v1/completions and reads the stream."""
 
-    async def send(asked: Asked, answer: Answered) -> None:
+    async def send(request: LoadRequest, answer: Answered) -> None:
         body = {
-            "model": model, "prompt": asked.prompt, "max_tokens": asked.num_out, "temperature": 0, "stream": True,
+            "model": model, "prompt": request.prompt, "max_tokens": request.num_out, "temperature": 0, "stream": True,
             "ignore_eos": True, "stream_options": {"include_usage": True}, **more,
         }  # fmt: skip
         await stream(url, "/v1/completions", body, answer)

@@ -199,12 +199,12 @@ def child_accelerate(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     import transformers
 
     torch.set_num_threads(given["threads"])
-    homes: dict[str, str] = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.norm": "cpu"}
-    homes["model.rotary_emb"] = "cpu"
+    device_map: dict[str, str] = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.norm": "cpu"}
+    device_map["model.rotary_emb"] = "cpu"
     for number in range(SHAPE["num_hidden_layers"]):
-        homes[f"model.layers.{number}"] = "cpu" if number < LAYERS_IN_RAM else "disk"
+        device_map[f"model.layers.{number}"] = "cpu" if number < LAYERS_IN_RAM else "disk"
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        given["model"], dtype=torch.bfloat16, device_map=homes, offload_folder=given["folder"]
+        given["model"], dtype=torch.bfloat16, device_map=device_map, offload_folder=given["folder"]
     ).eval()
 
     def run(prompts: list[list[int]], tokens: int) -> float:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from common import format_table, hardware, hardware_line
-from load import Asked, attainment, completions, replay
+from load import LoadRequest, attainment, completions, replay
 from servers import ServerError, quire_server
 
 from quire.config import ClusterConfig, EngineConfig, describe
@@ -105,7 +105,7 @@ def measured(args: argparse.Namespace, load: Workload, finalist: dict[str, Any],
         configuration(finalist["options"], file)
         with quire_server(log, args.model, "--config", file) as server:
             send = completions(server.url, args.model)
-            asyncio.run(replay([Asked(0.3 * n, [700 + n] * 200, 6) for n in range(6)], send))
+            asyncio.run(replay([LoadRequest(0.3 * n, [700 + n] * 200, 6) for n in range(6)], send))
             shares: dict[float, float] = {}
             rate = finalist["goodput"]["rate"] or args.least
             while len(shares) < args.most_rates:
@@ -129,11 +129,11 @@ def share_of(args: argparse.Namespace, load: Workload, rate: float, send: Any) -
     part = load.first(max(12, round(rate * args.load_seconds))).at_rate(rate)
     prompts = tokens(part, VOCABULARY, 0)
     columns = part.columns
-    asked = [
-        Asked(at, prompt, count)
+    requests = [
+        LoadRequest(at, prompt, count)
         for at, prompt, count in zip(columns.at.tolist(), prompts, columns.num_out.tolist(), strict=True)
     ]
-    return attainment(asyncio.run(replay(asked, send)), args.ttft, args.tpot)
+    return attainment(asyncio.run(replay(requests, send)), args.ttft, args.tpot)
 
 
 def knee(shares: dict[str, float], target: float) -> float:

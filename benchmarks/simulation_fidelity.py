@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 from common import format_table, hardware, hardware_line
-from load import Asked, Send, completions, replay
+from load import LoadRequest, Send, completions, replay
 from servers import Server, quire_server
 
 from quire.cache.costs import LATENCY
@@ -73,14 +73,14 @@ PARTS = 3
 """Parts of a profile: one before each third of the loads."""
 
 
-def profile(seed: str, seconds: float, rate: float, longest: int) -> list[Asked]:
+def profile(seed: str, seconds: float, rate: float, longest: int) -> list[LoadRequest]:
     """Lonely requests, then Poisson arrivals at rates from a third of `rate` up. Half of them have short answers to
     prompts of all lengths, the others long answers to shorter prompts, so that many sequences decode at once.
     """
-    rng, at, found = random.Random(seed), 0.0, list[Asked]()
+    rng, at, found = random.Random(seed), 0.0, list[LoadRequest]()
 
     def add(num_in: float, num_out: float) -> None:
-        found.append(Asked(at, [rng.choice(VOCABULARY) for _ in range(int(num_in))], max(1, int(num_out))))
+        found.append(LoadRequest(at, [rng.choice(VOCABULARY) for _ in range(int(num_in))], max(1, int(num_out))))
 
     def drawn(low: float, high: float) -> float:
         return float(np.exp(rng.uniform(np.log(low), np.log(high))))
@@ -157,7 +157,7 @@ def serve(args: argparse.Namespace) -> None:
     for repeat in range(args.first, args.first + args.repeats):
         for side in args.sides:
             with tempfile.TemporaryDirectory() as name, serving(side, args, Path(name)) as (server, send):
-                asyncio.run(replay([Asked(0.3 * n, [700 + n] * 200, 6) for n in range(4)], send))
+                asyncio.run(replay([LoadRequest(0.3 * n, [700 + n] * 200, 6) for n in range(4)], send))
                 points = [(trace, rate) for trace in args.traces for rate in args.rates[trace]]
                 random.Random(repeat).shuffle(points)
                 measuring = Measuring(args, side, repeat, Path(name), server, send)
@@ -182,12 +182,12 @@ class Measuring:
         """Answers a part of the profile. Keeps its steps, and what the instances had measured."""
         args, state = self.args, None
         with self._keeping_steps("steps"):
-            asked = profile(f"{self.repeat} {part}", args.profile / PARTS, args.busy, args.longest)
-            lonely = asyncio.run(replay(asked, self.send))[:LONELY]
+            sent = profile(f"{self.repeat} {part}", args.profile / PARTS, args.busy, args.longest)
+            lonely = asyncio.run(replay(sent, self.send))[:LONELY]
         if self.side == "apart":
             with urllib.request.urlopen(f"{self.server.url}/v1/cluster") as page:
                 state = json.load(page)["instances"]
-        requests = [[len(each.asked.prompt), each.asked.num_out, each.ttft, each.tpot] for each in lonely]
+        requests = [[len(each.request.prompt), each.request.num_out, each.ttft, each.tpot] for each in lonely]
         self._keep("lonely", cluster=state, requests=requests)
 
     def load(self, trace: str, rate: float) -> None:
@@ -195,11 +195,11 @@ class Measuring:
         args = self.args
         load = load_of(args.data, trace, rate, self.repeat, args.longest, args.seconds)
         pairs = zip(load.arrivals, prompts_of(load, rate, self.repeat), strict=True)
-        asked = [Asked(each.at, prompt, each.num_out) for each, prompt in pairs]
+        requests = [LoadRequest(each.at, prompt, each.num_out) for each, prompt in pairs]
         pids = family(self.server.process.pid)
         busy, own, begun = busy_seconds(), own_seconds(pids), time.monotonic()
         with self._keeping_steps("loaded"):
-            answers = asyncio.run(replay(asked, self.send))
+            answers = asyncio.run(replay(requests, self.send))
         seconds = time.monotonic() - begun
         others = (busy_seconds() - busy - own_seconds(pids) + own) / seconds
         ok = [each for each in answers if not each.error]

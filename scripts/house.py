@@ -100,7 +100,7 @@ class Module:
 class House:
     """What is printed.
 
-    num_testable  modules that define functions or classes
+    num_testable  modules that define functions or classes, and C++ sources
     num_tested    those of them with a test of their name
     shared        names of public classes that several packages use, with the files
     folders       lines and files of each folder, without the folders in it
@@ -200,10 +200,30 @@ def _reach(name: str, targets: dict[str, set[str]]) -> set[str]:
     return found
 
 
-def has_test(module: Module, tests: set[str]) -> bool:
-    """Whether tests has `test_tree` or `test_cache_tree` for cache/tree.py. tests: names of files without suffix."""
-    name = module.name.rpartition(".")[2]
-    return f"test_{name}" in tests or f"test_{module.package}_{name}" in tests
+def tested_files(files: Iterable[str], tests: Iterable[str]) -> set[str]:
+    """The files with a test of their name.
+
+    The tests of `cache/tree.py` are `cache/test_tree.py` and `cache/test_tree_TOPIC.py`. Those of `tree_counts.py`
+    begin alike: a test belongs to the file with the longest name. A package is tested in its folder or beside it.
+
+    files  below src/quire
+    tests  below tests
+    """
+    by_name: dict[str, set[str]] = defaultdict(set)
+    for file in files:
+        path = Path(file)
+        if path.name == "__init__.py":
+            by_name[(path.parent / path.parent.name).as_posix()].add(file)
+            by_name[path.parent.as_posix()].add(file)
+        else:
+            by_name[path.with_suffix("").as_posix()].add(file)
+    found = set()
+    for test in tests:
+        path = Path(test)
+        words = path.stem.split("_")[1:]
+        names = ((path.parent / "_".join(words[:count])).as_posix() for count in range(len(words), 0, -1))
+        found |= by_name[next((name for name in names if name in by_name), "")]
+    return found
 
 
 def measure(root: Path) -> House:
@@ -211,8 +231,9 @@ def measure(root: Path) -> House:
     sources = root / SOURCES
     files = sorted(sources.rglob("*.py"))
     modules = [read_module(file.relative_to(sources).as_posix(), file.read_text(encoding="utf-8")) for file in files]
-    tests = {file.stem for file in (root / "tests").rglob("test_*.py")}
-    testable = [module for module in modules if module.functions or module.classes]
+    testable = {module.file for module in modules if module.functions or module.classes}
+    testable |= {file.relative_to(sources).as_posix() for file in sources.rglob("*.cpp")}
+    tests = [file.relative_to(root / "tests").as_posix() for file in (root / "tests").rglob("test_*.py")]
     folders: dict[str, list[int]] = defaultdict(list)
     for module in modules:
         folders[module.file.rpartition("/")[0] + "/"].append(module.num_lines)
@@ -222,7 +243,7 @@ def measure(root: Path) -> House:
         num_classes=sum(len(module.names) for module in modules),
         num_public_names=len({name for module in modules for name in module.names if not name.startswith("_")}),
         num_testable=len(testable),
-        num_tested=sum(has_test(module, tests) for module in testable),
+        num_tested=len(tested_files(testable, tests)),
         shared=shared_names(modules),
         functions=_by_size(each for module in modules for each in module.functions),
         classes=_by_size(each for module in modules for each in module.classes),
@@ -284,8 +305,8 @@ def describe(house: House, longest: int) -> str:
     lines = [
         f"{house.num_lines:,} lines in {house.num_files} files (limit {MAX_LINES:,})",
         f"{house.num_classes} top-level classes, {house.num_public_names} public names",
-        f"{house.num_tested} of {house.num_testable} modules with functions or classes have a test of their name, "
-        "test_MODULE.py or test_PACKAGE_MODULE.py in any folder of tests",
+        f"{house.num_tested} of {house.num_testable} modules with functions or classes, and C++ sources, have a test "
+        "of their name: test_MODULE.py or test_MODULE_TOPIC.py in the same folder of tests",
         f"{len(house.circles)} circles of imports (limit 0)",
         *("! " + ", ".join(circle) for circle in house.circles),
         "",

@@ -1,7 +1,7 @@
 """Repeats more than 700 HTTP requests and 100 command lines, and prints every difference from a recording.
 
     scripts/recorded.py record                         # records the answers of this tree in .recorded/
-    scripts/recorded.py compare                        # repeats them; exit status 1 if one differs
+    scripts/recorded.py compare                        # repeats them; exit status 1 if one differs or failed
     scripts/recorded.py compare --source ../other/src  # repeats them with another tree's code
     scripts/recorded.py compare --only tiny --only commands
 
@@ -15,7 +15,7 @@ and simulate, whose numbers must be the same in every digit.
 Compared are status, some headers and the body of each answer; of a stream, what its events say together; of a command
 line its exit status, standard output and the files it writes. Not compared are ids, times, the wording of errors and of
 help, and values of metrics (`recorded/masks.py`). Numbers may differ by 1e-4. An answer that was added or is missing
-differs, too.
+differs, too. An answer that fails, before or now, is printed and counted although both failures are the same.
 
 A recording has one JSON file for each server and for each of the two lists of command lines. Answers depend on the
 processor: compare on the machine that recorded. Exit status 2: there is nothing to run.
@@ -30,10 +30,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from recorded.cases import Places
-from recorded.comparison import report
+from recorded.comparison import failures, report
 from recorded.lines import lines_of
 from recorded.models import save_similar, save_tiny
 from recorded.plans import plans_of
@@ -64,19 +64,26 @@ def parts_of(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, dic
             yield name, {each.name: run.line(each) for each in lines(places)}
 
 
-def record(name: str, found: dict[str, Any], folder: Path) -> int:
-    """Writes the answers of a part. Returns how many did not come or could not be read."""
+class Counts(NamedTuple):
+    """Answers that differ from the recorded ones, and answers that failed: before, now, or both times."""
+
+    num_different: int
+    num_failed: int
+
+
+def record(name: str, found: dict[str, Any], folder: Path) -> Counts:
+    """Writes the answers of a part. Prints why some did not come or could not be read."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(found, indent=1, ensure_ascii=False)
     (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-    failed = [each for each, answer in found.items() if "failed" in answer]
-    for each in failed:
-        print(f"{name}/{each}\n    failed: {found[each]['failed']}")
-    return len(failed)
+    failed = failures(found)
+    for each, reason in failed.items():
+        print(f"{name}/{each}\n    failed: {reason}")
+    return Counts(0, len(failed))
 
 
-def compare(name: str, found: dict[str, Any], folder: Path) -> int:
-    """Prints how the answers of a part differ from those that were recorded. Returns how many do."""
+def compare(name: str, found: dict[str, Any], folder: Path) -> Counts:
+    """Prints how the answers of a part differ from those that were recorded, and which failed before or now."""
     path = folder / f"{name}.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if "failed" in found.get("server", {}):
@@ -84,7 +91,11 @@ def compare(name: str, found: dict[str, Any], folder: Path) -> int:
     told = report(before, json.loads(json.dumps(found)))
     for paragraph in told:
         print(f"{name}/{paragraph}", flush=True)
-    return len(told)
+    failed = {"failed before": failures(before), "failed now": failures(found)}
+    for when, reasons in failed.items():
+        for each, reason in reasons.items():
+            print(f"{name}/{each}\n    {when}: {reason}", flush=True)
+    return Counts(len(told), len({each for reasons in failed.values() for each in reasons}))
 
 
 def arguments() -> argparse.Namespace:
@@ -115,18 +126,23 @@ def say(text: str) -> None:
 def main() -> int:
     """Records or compares all parts."""
     given = arguments()
-    begun, count, num_wrong = time.monotonic(), 0, 0
+    begun, count, num_different, num_failed = time.monotonic(), 0, 0, 0
     try:
         with tempfile.TemporaryDirectory(prefix="quire-recorded-") as folder:
             for name, found in parts_of(given, Path(folder).resolve()):
                 count += len(found)
-                num_wrong += (record if given.action == "record" else compare)(name, found, given.folder)
+                counts = (record if given.action == "record" else compare)(name, found, given.folder)
+                num_different += counts.num_different
+                num_failed += counts.num_failed
                 say(f"{name}: {len(found)} answers after {time.monotonic() - begun:.0f} s")
     except RunError as error:
         say(f"recorded.py: {error}")
         return 2
-    print(f"{num_wrong} of {count} answers {'differ' if given.action == 'compare' else 'failed'}")
-    return int(num_wrong > 0)
+    if given.action == "record":
+        print(f"{num_failed} of {count} answers failed")
+    else:
+        print(f"{num_different} of {count} answers differ, and {num_failed} failed before or now")
+    return int(num_different + num_failed > 0)
 
 
 if __name__ == "__main__":

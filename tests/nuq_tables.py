@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.cache.codecs.nuq import BLOCK_PAIRS, MAX_SLOTS, NUM_BOOK, NuqTables
+from quire.cache.codecs.nuq import BLOCK_PAIRS, CODEBOOK_SIZE, MAX_SLOTS, NuqTables
 
 
 def random_tables(
@@ -20,8 +20,8 @@ def random_tables(
     slots: Sequence[int] = tuple(range(MAX_SLOTS + 1)),
     reach: float = 2.0,
 ) -> NuqTables:
-    """Every block, head and layer draws its widths and slots from those given; books reach about as far as normal
-    numbers do, and what lies past a book's width is garbage that nobody may look up.
+    """Every block, head and layer draws its widths and slots from those given; codebooks reach about as far as normal
+    numbers do, and what lies past a codebook's width is garbage that nobody may look up.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -29,9 +29,9 @@ def random_tables(
         drawn = torch.randint(len(options), shape, generator=generator)
         return torch.tensor(list(options), dtype=torch.uint8)[drawn]
 
-    def books(widths: torch.Tensor, reach: float) -> tuple[torch.Tensor, torch.Tensor]:
-        drawn = reach * torch.randn(*widths.shape, NUM_BOOK, generator=generator)
-        past = torch.arange(NUM_BOOK) >= (1 << widths.long())[..., None]
+    def codebooks(widths: torch.Tensor, reach: float) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = reach * torch.randn(*widths.shape, CODEBOOK_SIZE, generator=generator)
+        past = torch.arange(CODEBOOK_SIZE) >= (1 << widths.long())[..., None]
         found = drawn.bfloat16().float().masked_fill(past, torch.inf).sort(-1).values
         edges = (found[..., 1:] + found[..., :-1]) / 2
         return found.masked_fill(past, 1e6), edges.masked_fill(past[..., 1:], torch.inf)
@@ -41,9 +41,9 @@ def random_tables(
     bits = choose(key_bits, *lead, half // BLOCK_PAIRS)
     of_pair = torch.zeros(*lead, half, dtype=torch.uint8)
     of_pair.scatter_(-1, order, bits.repeat_interleave(BLOCK_PAIRS, -1))
-    key_books, key_edges = books(torch.cat((of_pair, of_pair), -1), reach)
+    key_books, key_edges = codebooks(torch.cat((of_pair, of_pair), -1), reach)
     of_values = choose(value_bits, *lead)
-    value_books, value_edges = books(of_values, 0.6)
+    value_books, value_edges = codebooks(of_values, 0.6)
     return NuqTables(
         key_order=order.to(torch.uint8),
         key_bits=bits,
@@ -60,39 +60,39 @@ def random_tables(
 
 def tables_of(
     key_books: torch.Tensor,
-    value_book: Sequence[float] = (-1.0, -1 / 3, 1 / 3, 1.0),
+    value_codebook: Sequence[float] = (-1.0, -1 / 3, 1 / 3, 1.0),
     *,
     key_slots: int = 0,
     value_slots: int = 0,
 ) -> NuqTables:
-    """Those of one head of one layer, pairs in order: a book [D, 2^b] in rising order for each key channel, one for
+    """Those of one head of one layer, pairs in order: a codebook [D, 2^b] in rising order for each key channel, one for
     values; an edge lies halfway between two centroids.
     """
     head_dim, count = key_books.shape
 
-    def padded(books: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        edges = torch.full((*books.shape[:-1], NUM_BOOK - 1), torch.inf)
-        edges[..., : books.shape[-1] - 1] = (books[..., 1:] + books[..., :-1]) / 2
-        past = torch.zeros(*books.shape[:-1], NUM_BOOK - books.shape[-1])
-        return torch.cat((books, past), -1)[None, None], edges[None, None]
+    def padded(codebooks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        edges = torch.full((*codebooks.shape[:-1], CODEBOOK_SIZE - 1), torch.inf)
+        edges[..., : codebooks.shape[-1] - 1] = (codebooks[..., 1:] + codebooks[..., :-1]) / 2
+        past = torch.zeros(*codebooks.shape[:-1], CODEBOOK_SIZE - codebooks.shape[-1])
+        return torch.cat((codebooks, past), -1)[None, None], edges[None, None]
 
-    books, edges = padded(key_books.float())
-    value_books, value_edges = padded(torch.tensor(list(value_book)))
+    codebooks, edges = padded(key_books.float())
+    value_books, value_edges = padded(torch.tensor(list(value_codebook)))
     bits = count.bit_length() - 1
     return NuqTables(
         key_order=torch.arange(head_dim // 2, dtype=torch.uint8)[None, None],
         key_bits=torch.full((1, 1, head_dim // (2 * BLOCK_PAIRS)), bits, dtype=torch.uint8),
         key_edges=edges,
-        key_books=books,
+        key_books=codebooks,
         key_weight=torch.ones(1, 1, head_dim),
         key_slots=torch.tensor([[key_slots]], dtype=torch.uint8),
-        value_bits=torch.tensor([[len(value_book).bit_length() - 1]], dtype=torch.uint8),
+        value_bits=torch.tensor([[len(value_codebook).bit_length() - 1]], dtype=torch.uint8),
         value_edges=value_edges,
         value_books=value_books,
         value_slots=torch.tensor([[value_slots]], dtype=torch.uint8),
     )
 
 
-def uniform_book(low: torch.Tensor, high: torch.Tensor, bits: int) -> torch.Tensor:
+def uniform_codebook(low: torch.Tensor, high: torch.Tensor, bits: int) -> torch.Tensor:
     """Evenly spaced centroids [..., 2^bits], the ends at low and high [...]."""
     return low[..., None] + (high - low)[..., None] * torch.linspace(0, 1, 1 << bits)

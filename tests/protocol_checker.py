@@ -1,24 +1,24 @@
-"""Explores the protocol of a hand-over: every order of events of a small world, with the code that runs.
+"""Model checker for the protocol of a hand-over: every order of events of a small system, with the real code.
 
     python -m tests.protocol_checker --requests 2 --crashes 1 --losses 1 --repeats 1
 
-A world has a router, two instances of which one computes prompts and one decodes, some requests with answers of a few
-tokens, and messages under way. Messages of a request between two processes arrive in order, as on a connection; all
+The system has a router, two instances of which one computes prompts and one decodes, some requests with answers of a
+few tokens, and messages under way. Messages of a request between two processes arrive in order, as on a connection; all
 others in any order. The numbers above say how many messages are lost, how many arrive twice, and how often an instance
 fails and comes back with nothing. A deadline ends when nothing else can happen to its request, and `early` times before
 that.
 
-No world may answer a position twice or out of order, answer after the end, decode from half a cache, or fail while
-there are tries. From every world there is a way on until all requests have ended; then nobody holds anything. No way
-leads in a circle.
+No state may answer a position twice or out of order, answer after the end, decode from half a cache, or fail while
+there are tries. From every state there is a path on which all requests end; then nobody holds anything. No path has a
+cycle.
 
-Requests share room and crashes, and nothing else: every message and every state belongs to one attempt. The explorer
-works in two steps. The first step visits all worlds of one request. Other requests may take the room or leave it at any
-moment. Each world gets a kind. Worlds of one kind can do the same things, and these lead to the same kinds again. For
-example, a world whose last messages can only be dropped has the kind of the world without them. The second step visits
-all combinations of kinds that several requests reach together, with shared room and shared crashes. (Kinds are the
-classes of a branching bisimulation: van Glabbeek and Weijland, J. ACM 43(3), 1996. To replace each part of a system by
-such classes is called compositional minimization.)
+Requests share room and crashes, and nothing else: every message belongs to one attempt. The checker works in two steps.
+The first step visits all states of one request. Other requests may take the room or leave it at any moment. Each state
+gets a kind. States of one kind can do the same things, and these lead to the same kinds again. For example, a state
+whose last messages can only be dropped has the kind of the state without them. The second step visits all combinations
+of kinds that several requests reach together, with shared room and shared crashes. (Kinds are the classes of a
+branching bisimulation: van Glabbeek and Weijland, J. ACM 43(3), 1996. To replace each part of a system by such classes
+is called compositional minimization.)
 
 The first step follows some orders of events that no number of requests reaches, so it may report a violation that never
 happens. It misses none.
@@ -68,7 +68,7 @@ SOURCE_ROOM, RECEIVER_ROOM = "room of p", "room of d"
 
 
 class Violation(Exception):
-    """A world that must not be. The message has the events that lead to it."""
+    """A forbidden state was reached. The message has the events that lead to it."""
 
 
 class Envelope(NamedTuple):
@@ -105,8 +105,8 @@ def divided(budget: Budget, requests: int) -> list[tuple[Budget, ...]]:
 
 
 class SystemState(NamedTuple):
-    """A request, and all that is under way for it. States are numbers of `ModelChecker.items`, so that worlds are small
-    and compare fast.
+    """A request, and all that is under way for it. The states of its parts are indices into `ModelChecker.items`, so
+    that a state of the system is small and compares fast.
 
     route       the router's state
     client      tokens that the client has, and whether the answer has ended
@@ -150,7 +150,7 @@ class Event(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What other requests, and the checks of all of them, see of a world.
+    """What other requests, and the checks of all of them, see of a state.
 
     source_room    attempts that have memory of the source
     receiver_room  attempts that have memory of the receiver
@@ -167,22 +167,22 @@ class Observation(NamedTuple):
 
 
 class EquivalenceClass(NamedTuple):
-    """Worlds of one request that nothing tells apart. steps: labels, and the kinds that follow."""
+    """States of one request that no check can distinguish. steps: labels, and the kinds that follow."""
 
     observation: Observation
     steps: frozenset[tuple[str, int]]
 
 
 class ModelChecker:
-    """All worlds that follow from one.
+    """All states that are reachable from the first ones.
 
     code    the protocol, or a changed one
     room    attempts that each instance has memory for
     parts   of every cache
     has     parts that the receiver has of every second request
     alone   whether later attempts have no source: their receiver computes the prompt
-    most    worlds after which it gives up
-    merges  whether worlds that nothing tells apart are visited once
+    most    number of states after which it gives up
+    merges  whether equivalent states are visited once
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class ModelChecker:
     # ---- what follows ----------------------------------------------------------------------------------------------
 
     def after(self, system: SystemState, event: Event) -> SystemState:
-        """The world after an event. Raises Violation."""
+        """The state after an event. Raises Violation."""
         kind, what, more, _ = event
         match kind:
             case "deliver" | "lose" | "repeat":
@@ -412,10 +412,10 @@ class ModelChecker:
             envelopes = (*envelopes[:channel], (*envelopes[channel], self.number(envelope)), *envelopes[channel + 1 :])
         return envelopes
 
-    # ---- all worlds of a request -----------------------------------------------------------------------------------
+    # ---- all states of a request -----------------------------------------------------------------------------------
 
     def plain(self, system: SystemState) -> SystemState:
-        """A world that stands for this one: without letters that change nothing whenever they arrive."""
+        """The canonical form of a state: without messages that change nothing whenever they arrive."""
         if not self.merges:
             return system
         envelopes = tuple(
@@ -455,8 +455,8 @@ class ModelChecker:
         return not any(isinstance(each, begins) and each.attempt == message.attempt for each in under_way)
 
     def _visit(self, first: SystemState) -> bool:
-        """Gives all worlds that follow from one their kinds, depth first: what follows has its kind before. Returns
-        whether they are fewer than `most`. Raises Violation.
+        """Finds the kinds of all states that are reachable from one, depth first: successors before predecessors.
+        Returns whether there are fewer states than `most`. Raises Violation.
         """
         way = [] if first in self.class_of else [_Step(first, iter(self.events(first)))]
         on_the_way = {step.system for step in way}
@@ -478,8 +478,8 @@ class ModelChecker:
                 if after in on_the_way:
                     raise Violation("a way leads in a circle")
             except Violation as violation:
-                told = "\n  ".join(self._describe(each.system, each.event) for each in way)
-                raise Violation(f"{violation}, after\n  {told}") from None
+                trace = "\n  ".join(self._describe(each.system, each.event) for each in way)
+                raise Violation(f"{violation}, after\n  {trace}") from None
             if after in self.class_of:
                 step.add(self.class_of[after])
                 continue
@@ -490,7 +490,7 @@ class ModelChecker:
         return True
 
     def _classify(self, step: _Step) -> int:
-        """The number of the kind of a world whose steps are known."""
+        """The number of the kind of a state whose steps are known."""
         system = step.system
         sources = [self.items[each] for each in system.sources]
         receivers = [self.items[each] for each in system.receivers]
@@ -507,7 +507,7 @@ class ModelChecker:
             return len(self.classes) - 1
         for label, target in step.steps:
             following = self.classes[target]
-            # A silent step: the world after it looks the same, and has all other steps too.
+            # A silent step: the state after it looks the same, and has all other steps too.
             if (
                 label == GOES_ON
                 and following.observation == observation
@@ -519,10 +519,10 @@ class ModelChecker:
             self.classes.append(EquivalenceClass(observation, steps))
         return found
 
-    # ---- all worlds of all requests --------------------------------------------------------------------------------
+    # ---- all states of all requests --------------------------------------------------------------------------------
 
     def explore(self) -> bool:
-        """Visits all worlds, and returns whether they were fewer than `most`. Raises Violation."""
+        """Visits all states, and returns whether they were fewer than `most`. Raises Violation."""
         if not all(self._visit(self.plain(system)) for systems in self._firsts for system in systems):
             return False
         return all(self._visit_together(tuple(self.plain(each) for each in systems)) for systems in self._firsts)
@@ -581,29 +581,29 @@ class ModelChecker:
         self.outcomes.add(tuple(sorted(end for end in ends if end is not None)))
 
     def _violated(self, numbers: tuple[int, ...], complaint: str) -> NoReturn:
-        told = "\n  ".join(self._way(numbers)[1])
-        raise Violation(f"{complaint}, after\n  {told}")
+        trace = "\n  ".join(self._way(numbers)[1])
+        raise Violation(f"{complaint}, after\n  {trace}")
 
     def _way(self, numbers: tuple[int, ...]) -> tuple[list[SystemState], list[str]]:
-        """Worlds of some kinds that requests reach together, and the events that lead there."""
+        """States of some kinds that requests reach together, and the events that lead there."""
         all_moves: list[Any] = []
         before, moves = self._before[numbers]
         while moves:
             all_moves.append(moves)
             before, moves = self._before[before]
-        systems, told = list(before), list[str]()
+        systems, trace = list(before), list[str]()
         for moves in reversed(all_moves):
             following = list(systems)
             left = set(range(len(systems)))
             for label, kind, target in moves:
                 place = next(each for each in left if self.class_of[systems[each]] == kind)
                 left.discard(place)
-                following[place] = self._walk(place, systems[place], label, target, told)
+                following[place] = self._walk(place, systems[place], label, target, trace)
             systems = following
-        return [self._walk(place, system, "", 0, told) for place, system in enumerate(systems)], told
+        return [self._walk(place, system, "", 0, trace) for place, system in enumerate(systems)], trace
 
-    def _walk(self, place: int, system: SystemState, label: str, target: int, told: list[str]) -> SystemState:
-        """The world of a kind after a step, and after what has to happen before it. Without a label: after all that
+    def _walk(self, place: int, system: SystemState, label: str, target: int, trace: list[str]) -> SystemState:
+        """The state of a kind after a step, and after what has to happen before it. Without a label: after all that
         happens silently.
         """
         while True:
@@ -611,19 +611,19 @@ class ModelChecker:
             for event in self.events(system):
                 after = self.plain(self.after(system, event))
                 if event.label == label and self.class_of[after] == target:
-                    told.append(f"request {place}: {self._describe(system, event)}")
+                    trace.append(f"request {place}: {self._describe(system, event)}")
                     return after
                 if event.label == GOES_ON and after != system and self.class_of[after] == self.class_of[system]:
                     silent = (event, after)
             if silent is None:
-                assert not label, "a step that its kind has, and no world of it"
+                assert not label, "a step that its kind has, and no state of it"
                 return system
-            told.append(f"request {place}: {self._describe(system, silent[0])}")
+            trace.append(f"request {place}: {self._describe(system, silent[0])}")
             system = silent[1]
 
     @property
     def num_states(self) -> int:
-        """Worlds of one request, and of all of them, that were visited."""
+        """Number of visited states, of one request and of all of them."""
         return len(self.class_of) + len(self._before)
 
     def _describe(self, system: SystemState, event: Event | None) -> str:
@@ -636,7 +636,7 @@ class ModelChecker:
 
 
 class _Step:
-    """A world on the way that is followed.
+    """A state on the path that is being explored.
 
     events  that have not been followed
     event   that is followed now
@@ -649,7 +649,7 @@ class _Step:
         self.steps: set[tuple[str, int]] = set()
 
     def add(self, kind: int) -> None:
-        """The world after the event is of a kind."""
+        """Notes the kind of the state after the event."""
         assert self.event is not None
         self.steps.add((self.event.label, kind))
 
@@ -679,7 +679,7 @@ def changed(**parts: Any) -> Any:
 
 
 def main() -> None:
-    """Explores the worlds that the command line describes."""
+    """Explores the system that the command line describes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, usual in (
         ("requests", 2), ("tokens", 2), ("tries", 2), ("room", 1), ("parts", 1), ("has", 0), ("most", 2_000_000),
@@ -692,7 +692,7 @@ def main() -> None:
     is_all = explorer.explore()
     num_alone = len(explorer.class_of)
     print(
-        f"{num_alone} worlds of one request, of {len(explorer.classes)} kinds; {explorer.num_states - num_alone}"
+        f"{num_alone} states of one request, of {len(explorer.classes)} kinds; {explorer.num_states - num_alone}"
         f" combinations of {given['requests']}{'' if is_all else '; not all of them'}; {explorer.num_steps} steps;"
         f" no violation; {time.perf_counter() - begun:.0f} s"
     )

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-Asked = tuple[int, int, list[int]]
+TraceRequest = tuple[int, int, list[int]]
 """input_length, output_length, hash_ids"""
 
 
-def blocks(*ids: int, cut: int = 0, answer: int = 512) -> Asked:
+def blocks(*ids: int, cut: int = 0, answer: int = 512) -> TraceRequest:
     """A request for whole blocks, the last one cut by so many tokens."""
     return 512 * len(ids) - cut, answer, list(ids)
 
 
-FORKS: list[Asked] = [
+FORKS: list[TraceRequest] = [
     blocks(0, 1, 2, 3, 4),  # 160 tokens at 32 a block
     blocks(0, 1, 2, 3, 4),  # the same again: two chunks of 2.5
     blocks(0, 1, 2, 3),  # exactly two chunks: only one may match
@@ -35,23 +35,23 @@ FORKS: list[Asked] = [
 ]
 
 
-def write(path: Path, asked: list[Asked], every: float = 100.0) -> Path:
+def write(path: Path, requests: list[TraceRequest], every: float = 100.0) -> Path:
     keys = ("input_length", "output_length", "hash_ids")
-    lines = [{"timestamp": every * index} | dict(zip(keys, each, strict=True)) for index, each in enumerate(asked)]
+    lines = [{"timestamp": every * index} | dict(zip(keys, each, strict=True)) for index, each in enumerate(requests)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
-def random_trace(draw: random.Random, count: int) -> list[Asked]:
+def random_trace(draw: random.Random, count: int) -> list[TraceRequest]:
     """Requests that begin like earlier ones, cut anywhere, and go on with known or new ids."""
-    asked: list[Asked] = []
+    requests: list[TraceRequest] = []
     for _ in range(count):
-        ids = list(draw.choice(asked)[2]) if asked and draw.random() < 0.8 else []
+        ids = list(draw.choice(requests)[2]) if requests and draw.random() < 0.8 else []
         ids = ids[: draw.randint(0, len(ids))]
         ids += [draw.randrange(40) for _ in range(draw.randint(0 if ids else 1, 4))]
         cut = draw.choice([0, 0, 1, 17, 32, 500, 511])
-        asked.append(blocks(*ids, cut=cut, answer=draw.choice([0, 3, 512, 900])))
-    return asked
+        requests.append(blocks(*ids, cut=cut, answer=draw.choice([0, 3, 512, 900])))
+    return requests
 
 
 def counted_on_tokens(prompts: list[list[int]], is_dense: bool) -> list[int]:

@@ -71,6 +71,11 @@ def _shown(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def failures(answers: Mapping[str, Any]) -> dict[str, str]:
+    """Why answers did not come or could not be read, by the names of their requests."""
+    return {name: answer["failed"] for name, answer in answers.items() if answer is not None and "failed" in answer}
+
+
 def report(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """A paragraph for each name whose answers differ, in the order of the recording."""
     told = []

@@ -33,6 +33,8 @@ _DATE = re.compile(r"\b\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d(\+00:00|Z)?)?")
 _FREE = re.compile(r"(memory free now) +\S+")
 _AGE = re.compile(r"\bnow$|\bnow(?=  )|\bTIME (ago|more)\b")
 _NUMBER = re.compile(r"(?<![A-Za-z_])[+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?")
+_TEMPORARY = re.compile(r"/(tmp|var/tmp|dev/shm)/[^\s'\",:;)]+")
+_ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
 _OPTION = re.compile(r"^ {2,4}((?:-[\w.-]+(?: [^ ,]+)?, )*--?[\w.-]+)", re.MULTILINE)
 
 
@@ -216,9 +218,14 @@ def _findings(text: str, _: Marks) -> Any:
 
 def _generated(text: str, marks: Marks) -> Any:
     return [
-        {**line, "usage": {name: each for name, each in line["usage"].items() if not name.startswith("cached_tokens")}}
+        {name: _without_cached(each) if name == "usage" else each for name, each in line.items()}
         for line in _lines(text, marks)
     ]
+
+
+def _without_cached(usage: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The usage of an answer without counts of cached tokens. A line of an error may have none."""
+    return usage and {name: each for name, each in usage.items() if not name.startswith("cached_tokens")}
 
 
 OUTPUTS: dict[str, Callable[[str, Marks], Any]] = {
@@ -255,6 +262,14 @@ def output_of(text: str, shows: str, marks: Marks) -> Any:
         return OUTPUTS[shows](text, marks)
     except (ValueError, KeyError, TypeError, AttributeError):
         return {"unreadable": _text(text, marks)}
+
+
+def failure_of(error: Exception, marks: Marks) -> str:
+    """The class of an error and its message in one line, without numbers, addresses and temporary paths: the same
+    failure of two runs has the same text.
+    """
+    text = _TEMPORARY.sub("PATH", _ADDRESS.sub("ADDRESS", marks.plain(str(error))))
+    return f"{type(error).__name__}: {' '.join(_NUMBER.sub('N', text).split()) or 'no message'}"
 
 
 def blamed_of(errors: str) -> str:

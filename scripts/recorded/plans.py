@@ -1,5 +1,5 @@
-"""Command lines that plan and simulate, from files with given speeds and with seeds: nothing of them is measured, so
-two runs print the same bytes.
+"""Command lines that plan and simulate. All speeds are given and all random numbers come from seeds. No command
+measures this machine, so two runs print the same bytes.
 
 Knows the formats of latency models, profiles, logs of steps, traces and clusters, not quire.
 """
@@ -40,7 +40,7 @@ TARGETS = ("--slo.ttft", "0.5", "--slo.tpot", "0.05")
 APART = ("--cluster.prefill", "1", "--cluster.decode", "1")
 
 FINGERPRINT = "0cacefc693e5a373dd6f6fd712d6daf3"
-"""Of the tiny model. A log of steps names the model of its engine."""
+"""The fingerprint of the tiny model. A log of steps names the model of its engine."""
 
 
 def plans_of(places: Places) -> list[Line]:
@@ -64,7 +64,7 @@ def _fitted(places: Places, tiny: str) -> Iterator[Line]:
         "disk": {"tiers.disk": "kv:64MiB"},
     }
     for name, options in kinds.items():
-        log = places.file(f"steps-{name}.jsonl", _steps(options, slower=1.0 + 0.2 * len(options)))
+        log = places.file(f"steps-{name}.jsonl", steps_of(name, options))
         fit = ("bench", "latency", tiny, "--steps", log, "--output", f"fit-{name}.json", "--json", "rows.jsonl", *CPU)
         yield Line(f"bench/latency-{name}", fit, "plan", {f"fit-{name}.json": "plan", "rows.jsonl": "plan"})
 
@@ -193,9 +193,13 @@ def _automatic(places: Places, tiny: str) -> Iterator[Line]:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def _steps(options: dict[str, Any], slower: float) -> str:
-    """A log of 900 steps of a tiny engine, with seconds by a formula and a little noise."""
-    draw = random.Random(len(options))
+def steps_of(name: str, options: dict[str, Any]) -> str:
+    """A log of 900 steps of a tiny engine, with seconds by a formula and a little noise.
+
+    name  of the kind; it determines how slow the engine is, and the noise
+    """
+    draw = random.Random(name)
+    slower = draw.uniform(1.0, 1.5)
     settings = {**dict(zip(CPU[::2], CPU[1::2], strict=True)), "--attention.backend": "cpu"}  # as an engine resolves it
     lines: list[Any] = [
         {

@@ -21,7 +21,17 @@ from typing import Any
 
 from recorded.asking import Answer, ask, running, wait_until_drained
 from recorded.cases import Crowd, Line, Places, Request, Server
-from recorded.masks import Marks, Masked, blamed_of, document_of, headers_of, metrics_of, output_of, shape_of
+from recorded.masks import (
+    Marks,
+    Masked,
+    blamed_of,
+    document_of,
+    failure_of,
+    headers_of,
+    metrics_of,
+    output_of,
+    shape_of,
+)
 from recorded.streams import masked_stream
 
 START_SECONDS = 180.0
@@ -92,6 +102,7 @@ class Run:
     def line(self, line: Line, url: str = "") -> dict[str, Any]:
         """What is compared of one command line."""
         self.tell(line.name)
+        marks = Marks(self.texts)
         command = [sys.executable, "-m", "quire", *(word.replace("{url}", url) for word in line.words)]
         try:
             done = subprocess.run(
@@ -99,14 +110,13 @@ class Run:
                 env=self.environment | dict(line.variables), cwd=self.places.folder,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
-            return failed(error)
+            return failed(error, marks)
         if done.returncode and line.shows == "plan":
-            return failed(RunError((done.stderr.strip() or "no message").splitlines()[-1]))
-        marks = Marks(self.texts)
+            return failed(RunError((done.stderr.strip() or "no message").splitlines()[-1]), marks)
         return {
             "status": done.returncode,
             "output": output_of(done.stdout, line.shows, marks),
-            "blamed": blamed_of(done.stderr),
+            "blamed": blamed_of(done.stderr) if done.returncode else "",
             "files": {name: self._file(name, shows, marks) for name, shows in line.files.items()},
         }
 
@@ -120,7 +130,7 @@ class Run:
         """What is compared of one server: its answers by name, and as `server` its own output and exit status. A server
         that does not start has only the latter.
         """
-        asked = Asked(Marks(self.texts), self.tell, is_cluster="--cluster.prefill" in server.words)
+        answers = ServerAnswers(Marks(self.texts), self.tell, is_cluster="--cluster.prefill" in server.words)
         lines: list[str] = []
         with self._serving(server, lines) as process:
             if not lines[-1:] or not lines[-1].startswith("ready"):
@@ -129,31 +139,36 @@ class Run:
             for step in server.steps:
                 match step:
                     case Request():
-                        asked.ask(port, step)
+                        answers.ask(port, step)
                     case Crowd():
-                        self._ask_crowd(step, process, port, asked)
+                        self._ask_crowd(step, process, port, answers)
                     case Line():
-                        asked.found[step.name] = self.line(step, f"http://127.0.0.1:{port}")
+                        answers.found[step.name] = self.line(step, f"http://127.0.0.1:{port}")
             if not any(isinstance(step, Crowd) and step.drains for step in server.steps):
                 process.send_signal(signal.SIGTERM)  # a second one would cut off what runs
             with killed_after(END_SECONDS, process):
                 assert process.stdout is not None
                 lines += process.stdout
                 status = process.wait()
-        asked.found["server"] = {"status": status, "output": output_of("".join(lines), server.shows, Marks(self.texts))}
-        return asked.found
+        answers.found["server"] = {
+            "status": status,
+            "output": output_of("".join(lines), server.shows, Marks(self.texts)),
+        }
+        return answers.found
 
-    def _ask_crowd(self, crowd: Crowd, process: subprocess.Popen[str], port: int, asked: Asked) -> None:
+    def _ask_crowd(self, crowd: Crowd, process: subprocess.Popen[str], port: int, answers: ServerAnswers) -> None:
         """Sends requests while others run."""
         try:
-            with running(port, crowd.running, asked.bodies):
+            with running(port, crowd.running, answers.bodies):
                 if crowd.drains:
                     process.send_signal(signal.SIGTERM)
                     wait_until_drained(port)
                 for request in crowd.then:
-                    asked.ask(port, request)
+                    answers.ask(port, request)
         except FAILURES as error:
-            asked.found |= {each.name: failed(error) for each in crowd.then if each.name not in asked.found}
+            answers.found |= {
+                each.name: failed(error, answers.marks) for each in crowd.then if each.name not in answers.found
+            }
 
     @contextmanager
     def _serving(self, server: Server, lines: list[str]) -> Iterator[subprocess.Popen[str]]:
@@ -192,13 +207,13 @@ def killed_after(seconds: float, process: subprocess.Popen[str]) -> Iterator[Non
         late.cancel()
 
 
-def failed(error: Exception) -> dict[str, Any]:
-    """In place of an answer that did not come, or that could not be read."""
-    return {"failed": type(error).__name__}
+def failed(error: Exception, marks: Marks) -> dict[str, Any]:
+    """Stands for an answer that did not come, or that could not be read. It says why."""
+    return {"failed": failure_of(error, marks)}
 
 
 @dataclass
-class Asked:
+class ServerAnswers:
     """What one server has answered so far.
 
     found   what is compared, by name
@@ -220,7 +235,7 @@ class Asked:
             answer = self._answer(port, request)
             compared, self.bodies[request.name] = self._read(answer, path)
         except FAILURES as error:
-            self.found[request.name] = failed(error)
+            self.found[request.name] = failed(error, self.marks)
             return
         asked_id = next((value for name, value in request.headers.items() if name.lower() == "x-request-id"), None)
         headers = headers_of(answer.headers, asked_id)

@@ -66,19 +66,19 @@ class BackgroundCalibration:
 
     loaded  returns the present engine, which serves with dense pages
     submit  runs a command on the engine's thread, between two steps
-    taken   called on the engine's thread with the engine that replaces it
+    adopt   called on the engine's thread with the engine that replaces it
     """
 
     def __init__(
         self,
         loaded: Callable[[], LoadedEngine],
         submit: Callable[[Callable[[], object]], None],
-        taken: Callable[[LoadedEngine], None],
+        adopt: Callable[[LoadedEngine], None],
     ) -> None:
         first = loaded()
         assert first.pending_config is not None, "nothing is to be calibrated"
         self._config, self._path = first.pending_config, first.path
-        self._loaded, self._submit, self._taken = loaded, submit, taken
+        self._loaded, self._submit, self._adopt = loaded, submit, adopt
         self._seconds = calibration_seconds(self._path, self._config, _threads(first.config)) or 0.0
         self._begun = time.monotonic()
         self._process: subprocess.Popen[str] | None = None
@@ -193,7 +193,7 @@ class BackgroundCalibration:
             try:
                 engine = attempt(self._loaded())
                 if engine is not None:
-                    self._taken(engine)
+                    self._adopt(engine)
                 is_taken.set_result(engine is not None)
             except Exception as error:  # the engine continues with dense pages
                 is_taken.set_exception(error)

@@ -108,7 +108,7 @@ class EngineThread:
                 if not self._commands and not engine.has_work:
                     assert engine.holds_nothing, f"an idle engine holds {engine.stats()['cache']}"
                     self._wake.wait(engine.idle())
-                elif not self._commands and engine.lacks_room:
+                elif not self._commands and engine.is_blocked:
                     self._wake.wait(ROOM_SECONDS)
                 self._wake.clear()
                 while self._commands:

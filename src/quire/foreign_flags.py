@@ -222,9 +222,9 @@ def flag_hint(option: str, known: Collection[str]) -> str | None:
     flag = option.partition("=")[0]
     short = [f"--{key.rpartition('.')[2].replace('_', '-')}" for key in hint.keys]
     ours = [each for pair in zip(short, (f"--{key}" for key in hint.keys), strict=True) for each in pair]
-    taken = next((each for each in ours if each in known), None)
-    if taken is not None:
-        return f"{flag} is {taken} here{_aside(hint)}"
+    own_flag = next((each for each in ours if each in known), None)
+    if own_flag is not None:
+        return f"{flag} is {own_flag} here{_aside(hint)}"
     if hint.keys and ("." in hint.keys[0] or not hint.text):
         return f"{flag} is --{hint.keys[0]} in other quire commands{_aside(hint)}"
     return f"{flag}: {hint.text}"

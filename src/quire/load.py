@@ -69,7 +69,7 @@ def load_engine(
     show_progress: bool | None = None,
     is_cancelled: Callable[[], bool] = lambda: False,
     tiers: Tiers | None = None,
-    neighbours: Sequence[Tier] = (),
+    peer_tiers: Sequence[Tier] = (),
     may_calibrate_later: bool = False,
 ) -> LoadedEngine:
     """Loads the model and allocates the cache. Calibrates first if the codec needs a calibration and there is none.
@@ -78,7 +78,7 @@ def load_engine(
     show_progress  progress bars for downloading and calibrating; None: only if stderr is a terminal
     is_cancelled       polled between phases and during calibration; True cancels loading
     tiers          stores in place of the configured ones; their speed is not measured
-    neighbours     stores that are searched after the configured ones
+    peer_tiers     stores that are searched after the configured ones
     may_calibrate_later  whether the engine may begin with dense pages, for a caller who calibrates meanwhile and then
                          calls `with_codec`; see `LoadedEngine.pending_config`
     Raises ModelError or ConfigError with one line, and LoadCancelledError if cancelled.
@@ -106,12 +106,12 @@ def load_engine(
             engine_model = load_model(checkpoint, resolved)
             tokenizer = loading.result()
         shape, weights = checkpoint.shape, _weights_text(checkpoint, resolved)
-    asked, possible = config.model.max_context, fits.max_context
-    if asked is not None and possible < asked:
+    requested, possible = config.model.max_context, fits.max_context
+    if requested is not None and possible < requested:
         log.warning(
             "model.max_context is %d, and a cache of %s holds %d tokens: a request may have that many; %d need %s or a"
             " little more: raise cache.memory",
-            asked, fits.cache_text, possible, asked, format_bytes(round(asked * fits.bytes_per_token)),
+            requested, fits.cache_text, possible, requested, format_bytes(round(requested * fits.bytes_per_token)),
         )  # fmt: skip
     name = resolved.model.name or short_name(model)
     model_id = fingerprint(path)
@@ -120,14 +120,14 @@ def load_engine(
         check_codec(engine_model, tokenizer, resolved, model_id, calibration)
     _log_loaded(name, shape, resolved, fits, weights)
     is_given = tiers is not None
-    if is_given or resolved.tiers.is_on or neighbours:
+    if is_given or resolved.tiers.is_on or peer_tiers:
         # Data that outlives the process needs the full digest, not the cheap fingerprint.
-        model_id = digest_of(checkpoint, _told_hashing()).digest
+        model_id = digest_of(checkpoint, _logged_hashing()).digest
     if not is_given and resolved.tiers.is_on:
         namespace = namespace_of(resolved, shape, model_id, calibration)
         tiers = open_tiers(resolved.tiers, namespace, resolved.cache.lifetime)
-    if neighbours:
-        tiers = Tiers([*([] if tiers is None else tiers.tiers), *neighbours])
+    if peer_tiers:
+        tiers = Tiers([*([] if tiers is None else tiers.tiers), *peer_tiers])
     with contextlib.ExitStack() as on_error:
         if tiers is not None and not is_given:
             on_error.callback(tiers.close)
@@ -250,15 +250,15 @@ def _weights_text(checkpoint: Checkpoint, resolved: EngineConfig) -> str:
     return f"weights in {' and '.join(packed)}, the rest in {dtype}" if packed else f"weights in {dtype}"
 
 
-def _told_hashing() -> Report:
+def _logged_hashing() -> Report:
     """A report function for `digest_of` that logs once that weights are hashed, unless their hashes are remembered."""
-    is_told = False
+    is_logged = False
 
     def report(done: int, total: int) -> None:
-        nonlocal is_told
-        if not is_told:
+        nonlocal is_logged
+        if not is_logged:
             log.info("hashing %s of weights, once", format_bytes(total))
-        is_told = True
+        is_logged = True
 
     return report
 
@@ -282,7 +282,7 @@ def calibration_for(
     found = find_calibration(path, config)
     if found is not None or not config.cache.is_calibrated:
         return found
-    return _calibrated(path, config, show_progress=None, is_cancelled=lambda: False, told=report)
+    return _calibrated(path, config, show_progress=None, is_cancelled=lambda: False, progress=report)
 
 
 def _calibrated(
@@ -290,7 +290,7 @@ def _calibrated(
     config: EngineConfig,
     show_progress: bool | None,
     is_cancelled: Callable[[], bool],
-    told: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Calibration:
     """Makes a calibration; see `load_engine`."""
     settings = CalibrationSettings.of(config.cache)
@@ -310,11 +310,11 @@ def _calibrated(
         of_another = find_calibration(path, config)
         return of_another
 
-    with contextlib.nullcontext(told) if told is not None else progress_display(show_progress) as progress:
+    with contextlib.nullcontext(progress) if progress is not None else progress_display(show_progress) as show:
 
         def report(what: str, done: int, total: int) -> None:
             _check_cancelled(is_cancelled)
-            progress(what, done, total)
+            show(what, done, total)
 
         made = calibrate(path, settings, file, config=config, progress=report, unless=made_meanwhile)
     if made is not of_another:

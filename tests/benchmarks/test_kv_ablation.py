@@ -220,7 +220,7 @@ def test_rows_that_a_file_has_are_not_measured_again(
     assert [(row["variant"], row["bits"]) for row in rows] == list(first.rows)
     assert [row["bits"] for row in rows] == [16, 3, 2, 3, 2]
     assert [row["bits_per_element"] is None for row in rows] == [False] * 3 + [True] * 2
-    # Simulated and through the engine: the CPU backend rounds books to bfloat16.
+    # Simulated and through the engine: the CPU backend rounds codebooks to bfloat16.
     for engine, simulated in zip(rows[1:3], rows[3:], strict=True):
         assert engine["nll"] == pytest.approx(simulated["nll"], abs=2e-3)
     assert run([window(0), window(1)]).rows.keys() == first.rows.keys()

@@ -15,9 +15,9 @@ load = benchmark("load")
 
 def answered(*times: float, num_tokens: int | None = None, error: str = "") -> Any:
     """An answer that was due at 10, with tokens at these times after that."""
-    asked = load.Asked(0.0, [1, 2, 3], len(times))
+    request = load.LoadRequest(0.0, [1, 2, 3], len(times))
     count = len(times) if num_tokens is None else num_tokens
-    return load.Answered(asked, 10.0, [10.0 + each for each in times], count, error)
+    return load.Answered(request, 10.0, [10.0 + each for each in times], count, error)
 
 
 def test_the_time_of_a_token_is_that_of_those_after_the_first() -> None:

@@ -40,11 +40,11 @@ def numbers() -> tuple[torch.Tensor, torch.Tensor]:
     return k + 40 * ((t + d) % 23 == 7), v - 25 * ((2 * t + d) % 19 == 3)
 
 
-def key_book(channel: int, bits: int) -> list[float]:
+def key_codebook(channel: int, bits: int) -> list[float]:
     return [8 * (i + 0.5) / (1 << bits) - 4 + channel / 4 + (i % 3) / 16 for i in range(1 << bits)]
 
 
-def value_book(bits: int) -> list[float]:
+def value_codebook(bits: int) -> list[float]:
     return [(2 * i + 1) / (1 << bits) - 1 + (i % 2) / 64 for i in range(1 << bits)]
 
 
@@ -53,16 +53,18 @@ def bits_of_channel(name: str, channel: int) -> int:
 
 
 def tables(name: str) -> NuqTables:
-    def filled(books: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
-        centroids, edges = torch.zeros(len(books), 32), torch.full((len(books), 31), torch.inf)
-        for row, book in enumerate(books):
-            centroids[row, : len(book)] = torch.tensor(book)
-            edges[row, : len(book) - 1] = torch.tensor([(a + b) / 2 for a, b in zip(book[1:], book, strict=False)])
+    def filled(codebooks: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
+        centroids, edges = torch.zeros(len(codebooks), 32), torch.full((len(codebooks), 31), torch.inf)
+        for row, codebook in enumerate(codebooks):
+            centroids[row, : len(codebook)] = torch.tensor(codebook)
+            edges[row, : len(codebook) - 1] = torch.tensor(
+                [(a + b) / 2 for a, b in zip(codebook[1:], codebook, strict=False)]
+            )
         return centroids[None, None], edges[None, None]
 
-    key_books, key_edges = filled([key_book(channel, bits_of_channel(name, channel)) for channel in range(D)])
+    key_books, key_edges = filled([key_codebook(channel, bits_of_channel(name, channel)) for channel in range(D)])
     (key_bits, value_bits), slots = WIDTHS[name], SLOTS[name]
-    value_books, value_edges = filled([value_book(value_bits)])
+    value_books, value_edges = filled([value_codebook(value_bits)])
     return NuqTables(
         key_order=torch.tensor([[ORDER]], dtype=torch.uint8),
         key_bits=torch.tensor([[key_bits]], dtype=torch.uint8),
@@ -151,15 +153,15 @@ def read_nuq(page: bytes, name: str) -> tuple[list[list[float]], list[list[float
             pair = ORDER[4 * block + field // 4]
             for lane, code in enumerate(lanes):
                 channel = pair + HALF * (lane % 2)
-                k[16 * (field % 4) + lane // 2][channel] = key_book(channel, bits)[code]
+                k[16 * (field % 4) + lane // 2][channel] = key_codebook(channel, bits)[code]
         start += 64 * bits
     add_slots(page, start, key_slots, k)
     start += 192 * key_slots
     found = codes(page, start, 32, value_bits)
     start += 128 * value_bits
     s, z = halves(page, start, P), halves(page, start + 128, P)
-    book = value_book(value_bits)
-    v = [[book[found[t // 2][2 * d + t % 2]] * s[t] + z[t] for d in range(D)] for t in range(P)]
+    codebook = value_codebook(value_bits)
+    v = [[codebook[found[t // 2][2 * d + t % 2]] * s[t] + z[t] for d in range(D)] for t in range(P)]
     add_slots(page, start + 256, value_slots, v)
     end = start + 256 + 192 * value_slots
     assert len(page) == -(-end // 128) * 128 and not any(page[end:])

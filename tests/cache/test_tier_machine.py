@@ -43,7 +43,7 @@ MOST_WAITING, MOST_CHUNKS = 5, 7
 
 
 @dataclass(eq=False)
-class Asked:
+class CachedSequence:
     """A sequence, as the manager sees one."""
 
     token_ids: list[int]
@@ -153,8 +153,8 @@ class Machine:
         self.table.arena.data.fill_(0xFF)
         self.manager.fetching.costs.speed = 1e12
         self.fetching, self.tree = self.manager.fetching, self.manager.tree
-        self.running: list[Asked] = []
-        self.waiting: deque[Asked] = deque()
+        self.running: list[CachedSequence] = []
+        self.waiting: deque[CachedSequence] = deque()
         self.now, self.num_asked = 0.0, 0
         self.counts: Counter[str] = Counter()
 
@@ -169,68 +169,68 @@ class Machine:
             namespace = self.rng.choice("aaaab")
             for _ in range(self.rng.choice((1, 1, 2))):
                 self.num_asked += 1
-                self.waiting.append(Asked(list(tokens), namespace, len(tokens), reads, self.num_asked))
+                self.waiting.append(CachedSequence(list(tokens), namespace, len(tokens), reads, self.num_asked))
 
     def admit(self) -> None:
         if not self.waiting or len(self.running) >= self.max_running:
             return
-        asked = self.waiting[0]
-        near, was_swapped, taken = self.num_near(asked), asked.swapped is not None, self.table.num_taken
+        sequence = self.waiting[0]
+        near, was_swapped, taken = self.num_near(sequence), sequence.swapped is not None, self.table.num_taken
         prefetches = len(self.fetching.prefetches)
-        if self.manager.swapping.must_wait(asked):
-            assert not self.manager.admit(asked) and asked.swapped is not None
+        if self.manager.swapping.must_wait(sequence):
+            assert not self.manager.admit(sequence) and sequence.swapped is not None
             self.counts["waited for another's"] += 1
             return
-        if not self.manager.admit(asked):
+        if not self.manager.admit(sequence):
             assert len(self.fetching.prefetches) == 0, "a fetch for others was left in the way"
             assert self.table.num_taken == taken or prefetches
-            assert self.running or asked.swapped is not None or prefetches, "it would wait for ever"
+            assert self.running or sequence.swapped is not None or prefetches, "it would wait for ever"
             return
         self.waiting.popleft()
-        self.running.append(asked)
-        path = asked.path
-        if asked.reads_cache and not was_swapped:
-            assert path.num_shared >= min(near, (len(asked.token_ids) - 1) // PAGE_TOKENS), "a hit was missed"
-        assert not was_swapped or asked.swapped is None
+        self.running.append(sequence)
+        path = sequence.path
+        if sequence.reads_cache and not was_swapped:
+            assert path.num_shared >= min(near, (len(sequence.token_ids) - 1) // PAGE_TOKENS), "a hit was missed"
+        assert not was_swapped or sequence.swapped is None
         self.counts["swapped back"] += was_swapped and path.transfer is not None
 
     def prefetch(self) -> None:
-        for asked in list(self.waiting)[:3]:
-            if asked.swapped is None:
-                self.manager.prefetch(asked)
+        for sequence in list(self.waiting)[:3]:
+            if sequence.swapped is None:
+                self.manager.prefetch(sequence)
 
-    def is_fetching(self, asked: Asked) -> bool:
-        transfer = asked.path.transfer
+    def is_fetching(self, sequence: CachedSequence) -> bool:
+        transfer = sequence.path.transfer
         if transfer is None:
             return False
         if not transfer.is_over:
             return True
         whole = bool((transfer.ready == 1).all())
-        assert self.manager.end_fetch(asked) == whole
+        assert self.manager.end_fetch(sequence) == whole
         if not whole:
-            self.restart(asked)
+            self.restart(sequence)
             return True
-        self.verify_path(asked)
+        self.verify_path(sequence)
         return False
 
-    def restart(self, asked: Asked) -> None:
-        self.running.remove(asked)
-        self.manager.release(asked)
-        self.waiting.appendleft(asked)
+    def restart(self, sequence: CachedSequence) -> None:
+        self.running.remove(sequence)
+        self.manager.release(sequence)
+        self.waiting.appendleft(sequence)
 
-    def preempt(self, asked: Asked) -> None:
-        self.manager.swapping.swap_out(asked)
-        self.counts["swapped with shared ones"] += asked.swapped is not None and asked.path.num_shared > 0
-        self.restart(asked)
-        asked.num_preemptions += 1
+    def preempt(self, sequence: CachedSequence) -> None:
+        self.manager.swapping.swap_out(sequence)
+        self.counts["swapped with shared ones"] += sequence.swapped is not None and sequence.path.num_shared > 0
+        self.restart(sequence)
+        sequence.num_preemptions += 1
 
-    def make_room(self, asked: Asked, num_tokens: int) -> bool:
-        while not self.manager.paths.extend(asked, num_tokens):
+    def make_room(self, sequence: CachedSequence, num_tokens: int) -> bool:
+        while not self.manager.paths.extend(sequence, num_tokens):
             if self.fetching.cancel_latest_prefetch():
                 continue
             youngest = max(self.running, key=lambda each: each.number)
             self.preempt(youngest)
-            if youngest is asked:
+            if youngest is sequence:
                 return False
         return True
 
@@ -238,32 +238,32 @@ class Machine:
         """The next slice of a prompt, or the next tokens of a sequence, of which a last one may stay uncomputed."""
         if not self.running:
             return
-        asked = self.rng.choice(self.running)
-        if self.is_fetching(asked):
+        sequence = self.rng.choice(self.running)
+        if self.is_fetching(sequence):
             return
-        path = asked.path
-        if path.num_tokens + 1 < len(asked.token_ids):
-            self.manager.paths.match(asked)
-            if (name := self.manager.next_chunk(asked)) is not None and name in self.fetching.arriving:
+        path = sequence.path
+        if path.num_tokens + 1 < len(sequence.token_ids):
+            self.manager.paths.match(sequence)
+            if (name := self.manager.next_chunk(sequence)) is not None and name in self.fetching.arriving:
                 self.counts["waited for another's"] += 1
                 return
             end = (path.num_tokens // PAGE_TOKENS + self.rng.randrange(1, 4)) * PAGE_TOKENS
-            end = min(end, len(asked.token_ids))
-        elif len(asked.token_ids) < min(self.most, self.manager.capacity) * PAGE_TOKENS:
-            asked.token_ids.append(self.rng.randrange(3))
-            end = len(asked.token_ids) - self.rng.randrange(2)
+            end = min(end, len(sequence.token_ids))
+        elif len(sequence.token_ids) < min(self.most, self.manager.capacity) * PAGE_TOKENS:
+            sequence.token_ids.append(self.rng.randrange(3))
+            end = len(sequence.token_ids) - self.rng.randrange(2)
         else:
-            self.leave(asked)
+            self.leave(sequence)
             return
-        if end <= path.num_tokens or not self.make_room(asked, end):
+        if end <= path.num_tokens or not self.make_room(sequence, end):
             return
         if self.rng.random() < 0.1:  # somebody else's growth takes its place before its rows are computed
-            self.preempt(asked)
+            self.preempt(sequence)
             return
-        self.verify_path(asked)  # rows read it
-        self.write(asked, end)
-        self.manager.paths.commit(asked, end)
-        self.verify_path(asked)
+        self.verify_path(sequence)  # rows read it
+        self.write(sequence, end)
+        self.manager.paths.commit(sequence, end)
+        self.verify_path(sequence)
 
     def generate(self) -> None:
         """Many tokens of one sequence, each in a step of its own."""
@@ -272,59 +272,59 @@ class Machine:
         ]
         if not ready:
             return
-        asked = self.rng.choice(ready)
+        sequence = self.rng.choice(ready)
         for _ in range(self.rng.randrange(1, 70)):
-            path = asked.path
-            if path.num_tokens == len(asked.token_ids):
-                if len(asked.token_ids) >= self.most * PAGE_TOKENS:
+            path = sequence.path
+            if path.num_tokens == len(sequence.token_ids):
+                if len(sequence.token_ids) >= self.most * PAGE_TOKENS:
                     return
-                asked.token_ids.append(self.rng.randrange(3))
+                sequence.token_ids.append(self.rng.randrange(3))
             end = path.num_tokens + 1
-            if not self.make_room(asked, end):
+            if not self.make_room(sequence, end):
                 return
-            self.write(asked, end)
-            self.manager.paths.commit(asked, end)
+            self.write(sequence, end)
+            self.manager.paths.commit(sequence, end)
 
     def follow(self) -> None:
         """Rows behind arriving layers: the rest arrives, or does not, while they are computed."""
-        for asked in list(self.running):
-            path = asked.path
+        for sequence in list(self.running):
+            path = sequence.path
             if path.transfer is None or path.transfer.is_over:
                 continue
             mine = [each for each in self.store.pending if each[0] is path.transfer]
             self.deliver([each for each in mine if layer_of(each[2]) == 0])
             if path.transfer.is_over or not self.fetching.can_overlap(path):
                 continue
-            self.fetching.assume_arrived(asked)
+            self.fetching.assume_arrived(sequence)
             self.manager.check()
-            end = min(len(asked.token_ids), path.num_tokens + self.rng.randrange(1, 130))
-            if end <= path.num_tokens or not self.make_room(asked, end):
+            end = min(len(sequence.token_ids), path.num_tokens + self.rng.randrange(1, 130))
+            if end <= path.num_tokens or not self.make_room(sequence, end):
                 return
             transfer = path.transfer
-            self.write(asked, end)
+            self.write(sequence, end)
             if self.rng.random() < 0.7:
                 self.deliver([each for each in self.store.pending if each[0] is transfer])
             else:
                 transfer.fail(QuireError("it stopped"))
-            if not self.is_fetching(asked):
+            if not self.is_fetching(sequence):
                 self.counts["followed"] += 1
-                self.manager.paths.commit(asked, end)
-                self.verify_path(asked)
+                self.manager.paths.commit(sequence, end)
+                self.verify_path(sequence)
             return
 
-    def leave(self, asked: Asked | None = None) -> None:
+    def leave(self, sequence: CachedSequence | None = None) -> None:
         """A sequence ends, or is aborted wherever it is."""
         everyone = [*self.running, *self.waiting]
         if not everyone:
             return
-        asked = asked or self.rng.choice(everyone)
-        if asked in self.running:
-            self.running.remove(asked)
-            self.manager.release(asked)
+        sequence = sequence or self.rng.choice(everyone)
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.manager.release(sequence)
         else:
-            self.waiting.remove(asked)
-            self.manager.swapping.forget(asked)
-        assert asked not in self.fetching.prefetches and asked.swapped is None
+            self.waiting.remove(sequence)
+            self.manager.swapping.forget(sequence)
+        assert sequence not in self.fetching.prefetches and sequence.swapped is None
 
     # ---- what a store does -------------------------------------------------------------------------------------------
 
@@ -374,10 +374,10 @@ class Machine:
 
     def pin(self) -> None:
         if self.running:
-            asked = self.rng.choice(self.running)
-            if asked.path.retention.retained is None:
-                num_tokens = min(self.rng.randrange(1, 200), asked.path.num_shared * PAGE_TOKENS)
-                self.manager.pins.add(asked, num_tokens, self.rng.choice([1.0, 15.0]))
+            sequence = self.rng.choice(self.running)
+            if sequence.path.retention.retained is None:
+                num_tokens = min(self.rng.randrange(1, 200), sequence.path.num_shared * PAGE_TOKENS)
+                self.manager.pins.add(sequence, num_tokens, self.rng.choice([1.0, 15.0]))
         elif self.waiting:
             self.manager.pins.end(self.waiting[0].keys)
 
@@ -386,18 +386,18 @@ class Machine:
 
     # ---- the model ---------------------------------------------------------------------------------------------------
 
-    def num_near(self, asked: Asked) -> int:
+    def num_near(self, sequence: CachedSequence) -> int:
         """Leading chunks of a sequence that some segment of the tree has, found without the tree's own search."""
         near = {name for segment in self.tree.segments() for name in segment.keys}
-        names = asked.keys.first(99)
+        names = sequence.keys.first(99)
         return next((index for index, name in enumerate(names) if name not in near), len(names))
 
-    def write(self, asked: Asked, end: int) -> None:
+    def write(self, sequence: CachedSequence, end: int) -> None:
         """The rows up to `end`: all chunks that have one of them."""
-        path, table = asked.path, self.table
+        path, table = sequence.path, self.table
         for index in range(path.num_tokens // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
             assert index >= path.num_sealed and index >= path.num_shared, "a sealed chunk is written"
-            row, content = int(path.chunks[index]), asked.content(index, end)
+            row, content = int(path.chunks[index]), sequence.content(index, end)
             sizes = table.sizes[table.kinds[row]]
             for layer, head in np.ndindex(L, H):
                 found = image(content, layer, head, sizes[layer, head])
@@ -429,8 +429,8 @@ class Machine:
         found = self.table.arena.images(self.table.pages[row, 0, 0][None], size)[0]
         return np.array_equal(found, image(keys.first(index + 1)[index], 0, 0, size))
 
-    def verify_path(self, asked: Asked) -> None:
-        path = asked.path
+    def verify_path(self, sequence: CachedSequence) -> None:
+        path = sequence.path
         end = path.num_tokens if path.transfer is None else path.num_shared * PAGE_TOKENS
         for index in range(-(-end // PAGE_TOKENS)):
             whole = (index + 1) * PAGE_TOKENS <= end
@@ -440,12 +440,12 @@ class Machine:
             assert self.table.codecs[int(self.table.kinds[row])] is wanted
             has_sidecar = whole and index == 0 and self.table.sinks is not None
             assert (self.table.sidecars[row] >= 0) == has_sidecar, "a sidecar too many, or one is missing"
-            content = asked.content(index, end)
-            is_known = end + 1 == (index + 1) * PAGE_TOKENS <= len(asked.token_ids)
-            if is_known and self.holds(row, asked.keys, index):
-                content = asked.content(index, end + 1)  # a copy of a cached chunk
+            content = sequence.content(index, end)
+            is_known = end + 1 == (index + 1) * PAGE_TOKENS <= len(sequence.token_ids)
+            if is_known and self.holds(row, sequence.keys, index):
+                content = sequence.content(index, end + 1)  # a copy of a cached chunk
                 self.counts["whole"] += 1
-            self.verify_row(row, content, f"chunk {index} of {asked.number}")
+            self.verify_row(row, content, f"chunk {index} of {sequence.number}")
 
     def verify(self) -> None:
         """Everything that anybody may read."""
@@ -453,11 +453,11 @@ class Machine:
         for segment in self.tree.segments():
             for row, name in zip(segment.chunks.tolist(), segment.keys, strict=True):
                 self.verify_row(row, name, "the tree")
-        for asked in self.running:
-            self.verify_path(asked)
-            names = asked.path.segments
+        for sequence in self.running:
+            self.verify_path(sequence)
+            names = sequence.path.segments
             fresh = tuple((segment.number, len(segment.chunks)) for segment in names)
-            assert self.tree.shared(asked.path) == fresh, "what a path remembers of its segments is out of date"
+            assert self.tree.shared(sequence.path) == fresh, "what a path remembers of its segments is out of date"
         owners = [each.path for each in self.running] + [*self.fetching.prefetches.values()]
         live = {path.transfer for path in owners if path.transfer is not None}
         assert live == set(self.fetching._underway), "a transfer of nobody, or one that nobody counts"

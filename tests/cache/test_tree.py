@@ -4,7 +4,6 @@ eviction.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, field, fields, replace
 
@@ -36,10 +35,8 @@ from quire.cache.sinks import Sinks
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 from quire.engine.explain import explain
-from quire.prefixes.listing import prefixes
 from tests.effort import IS_FULL, examples, tries
-
-from ..nuq_tables import random_tables
+from tests.nuq_tables import random_tables
 
 L, H = 2, 1
 CODEC = DenseCodec(16, torch.float32)
@@ -172,50 +169,6 @@ def test_a_segment_is_divided_where_a_newcomer_differs() -> None:
     manager.check()
 
 
-def test_what_nobody_reads_stays_until_room_is_needed_and_the_oldest_goes_first() -> None:
-    manager = make_manager(6)
-    for letter in (1, 2):
-        holder = Holder(chunk(letter) + chunk(letter + 10))
-        assert run_prompt(manager, holder)
-        manager.release(holder)
-    assert manager.stats()["bytes_used"] == 0 and manager.tree is not None and manager.tree.num_idle == 4
-    again = Holder(chunk(1) + chunk(11) + [7])
-    assert run_prompt(manager, again)
-    assert again.path.num_shared == 2
-    manager.release(again)
-    # Six chunks in all: the three of a newcomer need one that is cached, and the second prompt is the one unused for
-    # longest.
-    assert run_prompt(manager, Holder(chunk(5) + chunk(6) + chunk(7, 5)))
-    manager.check()
-    found = {
-        letter: manager.tree.extend(Path(), ChunkKeys("model", chunk(letter) + chunk(letter + 10) + [7]), 2)
-        for letter in (1, 2)
-    }
-    assert found == {1: 2, 2: 1}, "leaves go from their end"
-
-
-def test_what_was_read_until_last_is_evicted_last_whoever_began_first() -> None:
-    manager = make_manager(4)
-    first, second = Holder(chunk(1)), Holder(chunk(2))
-    assert run_prompt(manager, first) and run_prompt(manager, second)
-    manager.release(second)
-    manager.release(first)
-    assert run_prompt(manager, Holder(chunk(5) + chunk(6) + [7])), "three chunks, and two are free"
-    assert manager.tree is not None
-    assert [[*manager.tree.walk(ChunkKeys("model", chunk(letter)), 1)] == [] for letter in (1, 2)] == [False, True]
-
-
-def test_locked_paths_are_never_evicted() -> None:
-    manager = make_manager(4)
-    holder = Holder(chunk(1) + chunk(2) + [3])
-    assert run_prompt(manager, holder)
-    assert not manager.admit(Holder(chunk(8) + chunk(9)))
-    manager.check()
-    manager.release(holder)
-    assert run_prompt(manager, Holder(chunk(8) + chunk(9) + chunk(10)))
-    manager.check()
-
-
 def test_a_segment_that_others_read_is_not_lengthened() -> None:
     manager = make_manager(20)
     first, second = Holder([*chunk(1), 2]), Holder([*chunk(1), 3])
@@ -249,188 +202,6 @@ def test_what_others_take_and_seal_leaves_a_path_s_names_as_they_are() -> None:
     assert sum(count for _, count in tree.shared(first.path)) == 3
 
 
-def test_what_is_pinned_stays_until_its_time_is_over() -> None:
-    manager = make_manager(6)
-    holder = Holder(chunk(1) + chunk(2) + chunk(3, 10))
-    assert run_prompt(manager, holder)
-    manager.tick(100.0)
-    assert manager.pins.add(holder, 138, 50.0)
-    manager.release(holder)
-    manager.check()
-    assert manager.tree is not None and (manager.tree.num_pinned, manager.tree.num_idle) == (2, 0)
-    for letter in (5, 6):
-        other = Holder(chunk(letter) * 3 + [letter])
-        assert run_prompt(manager, other)
-        manager.release(other)
-    assert manager.tree.extend(Path(), holder.keys, 2) == 2, "other requests dropped a pinned prefix"
-    manager.tick(149.9)
-    assert manager.tree.num_pinned == 2
-    manager.tick(150.0)
-    manager.check()
-    assert manager.tree.num_pinned == 0
-
-
-def test_a_pin_holds_its_prefix_and_what_leads_to_it_but_nothing_that_follows() -> None:
-    manager = make_manager(20)
-    holder = Holder(chunk(1) + chunk(2) + chunk(3) + [4])
-    assert run_prompt(manager, holder)
-    assert manager.pins.add(holder, 64 + 40, 10.0), "the whole chunks of 104 tokens: one"
-    manager.release(holder)
-    assert manager.tree is not None and manager.tree.num_pinned == 1
-    manager.eviction.evict(20)
-    assert manager.tree.num_chunks == 1
-    manager.check()
-    # The other way round: a longer pin below a shorter one outlives it with all that leads to it.
-    assert run_prompt(manager, holder)
-    assert manager.pins.add(holder, 192, 100.0)
-    manager.release(holder)
-    manager.tick(11.0)
-    assert manager.tree.num_pinned == 3
-    manager.tick(101.0)
-    assert manager.tree.num_pinned == 0
-    manager.check()
-
-
-def test_a_pin_is_moved_by_a_later_one_and_ended_by_name() -> None:
-    manager = make_manager(20)
-    holder = Holder(chunk(1) + chunk(2) + [3])
-    assert run_prompt(manager, holder)
-    assert manager.pins.add(holder, 128, 100.0) and manager.pins.add(holder, 128, 10.0)
-    manager.tick(50.0)
-    assert manager.tree is not None and manager.tree.num_pinned == 2, "a shorter pin ended a longer one"
-    assert manager.pins.end(ChunkKeys("model", chunk(1))) == manager.pins.end(ChunkKeys("other", holder.token_ids)) == 0
-    assert manager.pins.end(ChunkKeys("model", holder.token_ids + chunk(8))) == 1, "a longer prompt begins with it"
-    assert manager.pins.end(ChunkKeys("model", holder.token_ids)) == 0
-    assert manager.tree.num_pinned == 0
-    manager.check()
-
-
-def test_pins_take_half_of_the_arena_at_most_and_the_same_prefix_counts_once() -> None:
-    manager = make_manager(8)
-    first = Holder(chunk(1) + chunk(2) + chunk(3) + [4])
-    assert run_prompt(manager, first) and manager.pins.add(first, 192, 10.0)
-    manager.release(first)
-    second = Holder(chunk(1) + chunk(2) + chunk(9) + [4])
-    assert run_prompt(manager, second) and manager.pins.add(second, 192, 10.0), "two of its chunks are pinned already"
-    manager.release(second)
-    third = Holder([*chunk(7), 4])
-    assert run_prompt(manager, third)
-    assert not manager.pins.has_room(third.keys, 1) and not manager.pins.add(third, 65, 10.0)
-    manager.check()
-
-
-def test_pins_give_way_to_a_request_that_would_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
-    manager = make_manager(6)
-    holder = Holder(chunk(1) + chunk(2) + chunk(3))
-    assert run_prompt(manager, holder) and manager.pins.add(holder, 192, float("inf"))
-    waiting = Holder(chunk(8) * 4 + [1])
-    assert not manager.admit(waiting), "while somebody runs it waits"
-    manager.release(holder)
-    assert manager.admit(waiting)
-    assert "the pin of a prefix of 192 tokens is given up: a request of 257 tokens" in caplog.text
-    manager.check()
-
-
-def test_a_protected_pin_is_neither_ended_nor_given_up() -> None:
-    manager = make_manager(6)
-    tree = manager.tree
-    assert tree is not None
-    holder = Holder(chunk(1) + chunk(2) + [3])
-    assert run_prompt(manager, holder) and manager.pins.add(holder, 128, 5.0)
-    manager.pins.protect(ChunkKeys("model", chunk(1) + chunk(2)))
-    other = Holder([*chunk(1), 9])
-    assert run_prompt(manager, other) and manager.pins.add(other, 64, 5.0)
-    manager.release(holder)
-    manager.release(other)
-    assert manager.pins.num_protected == (2, 1)
-    assert manager.pins.end(ChunkKeys("model", holder.token_ids)) == 1, "the shorter one alone"
-    assert not manager.admit(Holder(chunk(8) * 4 + [1]))
-    manager.tick(1e9)
-    assert tree.num_pinned == 2
-    assert tree.extend(Path(), holder.keys, 2) == 2
-    manager.check()
-
-
-def test_who_pins_a_protected_prefix_again_can_neither_end_it_nor_have_it_given_up() -> None:
-    manager = make_manager(6)
-    tree = manager.tree
-    assert tree is not None
-    holder = Holder([*chunk(1), *chunk(2), 3])
-    assert run_prompt(manager, holder) and manager.pins.add(holder, 128, 5.0)
-    manager.pins.protect(ChunkKeys("model", chunk(1) + chunk(2)))
-    assert manager.pins.add(holder, 128, 9.0), "a request with the same beginning asks for it, too"
-    manager.release(holder)
-    assert manager.pins.end(ChunkKeys("model", holder.token_ids)) == 0 and manager.pins.end_oldest() is None
-    assert manager.pins.num_protected == (2, 1) and tree.num_pinned == 2
-    manager.check()
-
-
-@pytest.mark.parametrize("order", [range(6), range(5, -1, -1)])
-def test_what_uses_note_is_forgotten_in_time_and_their_order_is_not(order: range) -> None:
-    """A server that never runs short of memory evicts nothing, and its leaves are used for ever."""
-    manager = make_manager(6)
-    tree = manager.tree
-    assert tree is not None
-    for letter in order:
-        holder = Holder(chunk(letter))
-        assert run_prompt(manager, holder)
-        manager.release(holder)
-    used: list[int] = []
-    for letter in itertools.islice(itertools.cycle(order), 1000):
-        num_notes, path = len(tree._order._leaves), Path()
-        assert tree.extend(path, ChunkKeys("model", chunk(letter)), 1) == 1
-        tree.release(path)
-        used.append(letter)
-        if len(tree._order._leaves) < num_notes:
-            break
-    else:
-        pytest.fail(f"{len(tree._order._leaves)} notes of six leaves")
-    for letter in used[-6:]:
-        assert list(tree.walk(ChunkKeys("model", chunk(letter)), 1))
-        manager.eviction.evict(1)
-        assert not list(tree.walk(ChunkKeys("model", chunk(letter)), 1)), (
-            f"{letter} was used longest ago of {used[-6:]}"
-        )
-
-
-def test_to_end_a_pin_is_a_use() -> None:
-    manager = make_manager(6)
-    manager.tree.lifetime = 10.0
-    holder = Holder([*chunk(1), 3])
-    assert run_prompt(manager, holder) and manager.pins.add(holder, 64, float("inf"))
-    manager.release(holder)
-    manager.tick(50.0)
-    assert manager.pins.end(ChunkKeys("model", holder.token_ids)) == 1
-    manager.tick(59.0)
-    again = Holder([*chunk(1), 3])
-    assert manager.admit(again) and again.path.num_tokens == 64
-
-
-def test_a_pin_that_was_ended_is_no_hindrance_to_older_ones() -> None:
-    """What it kept is the youngest by now, in the order of eviction and of lifetimes alike."""
-    manager = make_manager(12)
-    tree = manager.tree
-    tree.lifetime = 10.0
-    pinned, old = Holder([*chunk(1), *chunk(2), 3]), Holder([*chunk(4), 3])
-    for now, holder in ((0.0, pinned), (5.0, old)):
-        manager.tick(now)
-        assert run_prompt(manager, holder)
-        if holder is pinned:
-            assert manager.pins.add(holder, 128, float("inf"))
-        manager.release(holder)
-    manager.tick(14.0)
-    assert manager.pins.end(ChunkKeys("model", pinned.token_ids)) == 1
-    manager.check()
-    manager.tick(15.0)
-    assert [segment.tokens[0] for segment in tree.segments()] == [1], "the older one is gone"
-    assert tree.num_evicted == 0, "of lack of memory nothing was dropped"
-    manager.tree.lifetime = None
-    assert run_prompt(manager, old)
-    manager.release(old)
-    manager.eviction.evict(2)
-    assert [segment.tokens[0] for segment in tree.segments()] == [4] and tree.num_evicted == 2
-
-
 def test_what_waits_is_looked_at_again_only_when_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = make_manager(4)
     looks: list[object] = []
@@ -456,41 +227,6 @@ def test_what_a_sequence_finds_again_after_a_preemption_is_no_hit() -> None:
     holder.num_preemptions = 1
     assert manager.admit(holder)
     assert [segment.hits for segment in holder.path.segments] == [0]
-
-
-def test_prefixes_tell_how_far_they_are_alike() -> None:
-    manager = make_manager(20)
-    assert manager.tree is not None
-    for tokens in (chunk(1) + chunk(2, 40) + chunk(5, 24), chunk(1) + chunk(2, 40) + chunk(6, 24), chunk(1) + chunk(9)):
-        assert run_prompt(manager, Holder([*tokens, 1]))
-    assert run_prompt(manager, Holder([*chunk(1), 1], "another"))
-    shown = prefixes(manager.tree, 1)
-    assert {(each.start, each.token_ids[-1]): each.num_same for each in shown} == {
-        (0, 1): 0,
-        (64, 5): 40,
-        (64, 6): 40,
-        (64, 9): 0,
-    }
-    assert len({each.space for each in shown}) == 2 and len({each.id for each in shown}) == 5
-
-
-def test_a_lower_priority_is_evicted_first_whoever_was_used_last() -> None:
-    manager = make_manager(20)
-    for letter, priority in ((1, 5), (2, 0), (3, -1), (4, 0)):
-        holder = Holder([*chunk(letter), 3], priority=priority)
-        assert run_prompt(manager, holder)
-        manager.release(holder)
-    again = Holder([*chunk(4), 3], priority=7)  # a chunk has the highest one of its requests
-    assert manager.admit(again)
-    manager.release(again)
-    again = Holder([*chunk(4), 3], priority=-9)
-    assert manager.admit(again)
-    manager.release(again)
-    left = [1, 2, 3, 4]
-    for letter in (3, 2, 1, 4):
-        manager.eviction.evict(1)
-        left.remove(letter)
-        assert sorted(segment.tokens[0] for segment in manager.tree.segments()) == left
 
 
 def test_a_chunk_has_the_longest_lifetime_of_its_requests() -> None:
@@ -541,47 +277,6 @@ def test_what_nobody_used_for_the_lifetime_is_dropped() -> None:
     manager.tick(27.0)
     assert tree.num_chunks == 0 and not tree._root.children, "an empty root is kept"
     manager.check()
-
-
-def test_a_prefix_keeps_its_id_when_another_prompt_divides_it() -> None:
-    manager = make_manager(20)
-    assert manager.tree is not None
-    assert run_prompt(manager, Holder(chunk(1) + chunk(2) + chunk(3)))
-    (whole,) = prefixes(manager.tree, 1000)
-    assert run_prompt(manager, Holder(chunk(1) + chunk(9)))
-    front, *others = sorted(prefixes(manager.tree, 1000), key=lambda each: each.start)
-    back = next(each for each in others if each.token_ids[0] == 2)
-    assert (back.id, back.parent) == (whole.id, front.id) and front.parent is whole.parent is None
-    names = ChunkKeys("model", chunk(1) + chunk(2) + chunk(3)).first(3)
-    assert [front.id, back.id] == [names[0].hex(), names[2].hex()], "ids are keys of their last chunks"
-    assert front.space == whole.space
-
-
-def test_prefixes_show_what_is_resident_and_who_uses_it() -> None:
-    manager = make_manager(20)
-    tree = manager.tree
-    assert tree is not None
-    first = Holder(chunk(1) + chunk(2) + [4])
-    assert run_prompt(manager, first)
-    second = Holder(chunk(1) + chunk(3) + [4], "model")
-    assert run_prompt(manager, second)
-    manager.tick(5.0)
-    manager.release(second)
-    manager.tick(8.0)
-    shown = {(each.start, each.token_ids[0]): each for each in prefixes(tree, 1000)}
-    top, left, right = shown[0, 1], shown[64, 2], shown[64, 3]
-    assert (
-        left.parent == right.parent == top.id and top.parent is None and len({each.id for each in shown.values()}) == 3
-    )
-    assert (top.sharers, top.hits, top.computed, top.hit_rate) == (1, 1, 1, 0.5)
-    assert (right.sharers, right.idle_seconds, right.num_bytes, right.pinned_seconds) == (0, 3.0, 1000, None)
-    assert left.idle_seconds == 0.0
-    assert manager.pins.add(first, 128, 60.0)
-    assert {each.token_ids[0]: each.pinned_seconds for each in prefixes(tree, 1000)} == {1: None, 2: 60.0, 3: None}
-    assert prefixes(tree, 1000, lambda namespace: namespace != "model") == []
-    other = make_manager(20)
-    assert run_prompt(other, Holder(chunk(1) + chunk(3) + [4])) and other.tree is not None
-    assert [each.id for each in prefixes(other.tree, 1)] != [top.id], "ids name contents, not places in the tree"
 
 
 @pytest.mark.parametrize(

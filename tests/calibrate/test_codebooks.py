@@ -1,4 +1,4 @@
-"""Codebooks: the method's worked numbers, histograms compared with direct sums, books compared with the optimum."""
+"""Codebooks: the method's worked numbers, histograms compared with direct sums, codebooks compared with the optimum."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def histogram(x: list[float], weight: list[float] | None = None) -> Histogram:
     return Histogram.of(points, [weights], points.amin(0), points.amax(0))[0]
 
 
-def nearest_error(x: Tensor, weight: Tensor, book: Tensor) -> Tensor:
-    """Of x [N] to the nearest of a book [n], summed directly."""
-    return (weight.double() * (x.double()[:, None] - book).square().amin(1)).sum()
+def nearest_error(x: Tensor, weight: Tensor, codebook: Tensor) -> Tensor:
+    """Of x [N] to the nearest of a codebook [n], summed directly."""
+    return (weight.double() * (x.double()[:, None] - codebook).square().amin(1)).sum()
 
 
 @pytest.mark.parametrize(
-    ("x", "weight", "book"),
+    ("x", "weight", "codebook"),
     [
         ([-1, -0.9, -0.1, 0, 0.1, 0.2, 0.9, 1], None, [-0.95, -0.05, 0.15, 0.95]),
         ([0, 1, 2, 10], None, [1, 10]),
@@ -31,28 +31,28 @@ def nearest_error(x: Tensor, weight: Tensor, book: Tensor) -> Tensor:
         ([0, 1, 2, 10], [1, 100, 100, 1], [0.990099, 2, 10]),
     ],
 )
-def test_worked_numbers_of_weighted_k_means(x: list[float], weight: list[float] | None, book: list[float]) -> None:
-    found = histogram(x, weight).books(len(book))[0]
-    torch.testing.assert_close(found, torch.tensor(book, dtype=torch.float64), atol=1e-6, rtol=0)
+def test_worked_numbers_of_weighted_k_means(x: list[float], weight: list[float] | None, codebook: list[float]) -> None:
+    found = histogram(x, weight).codebooks(len(codebook))[0]
+    torch.testing.assert_close(found, torch.tensor(codebook, dtype=torch.float64), atol=1e-6, rtol=0)
 
 
 def test_worked_errors_of_uniform_and_non_uniform_codes() -> None:
     found = histogram([-1, -0.9, -0.1, 0, 0.1, 0.2, 0.9, 1])
-    assert float(found.error(found.books(4))) == pytest.approx(0.020, abs=1e-6)
+    assert float(found.error(found.codebooks(4))) == pytest.approx(0.020, abs=1e-6)
     even = torch.linspace(-1, 1, 4, dtype=torch.float64)[None]
     assert float(found.error(even)) == pytest.approx(0.2578, abs=5e-5)
     assert float(histogram([0, 1, 2, 10]).error(torch.tensor([[1.0, 10.0]]).double())) == pytest.approx(2)
 
 
 @pytest.mark.parametrize(
-    ("x", "book", "scale", "offset"),
+    ("x", "codebook", "scale", "offset"),
     [
         ([-1, -0.5, 0.5, 1], [-0.75, 0.75], 1.054093, 0.0),
         ([0, 0.2, 0.4, 1], [0.1, 0.9], 1.080123, 0.075963),
     ],
 )
-def test_worked_numbers_of_q_norm(x: list[float], book: list[float], scale: float, offset: float) -> None:
-    centroids = torch.tensor([book], dtype=torch.float64)
+def test_worked_numbers_of_q_norm(x: list[float], codebook: list[float], scale: float, offset: float) -> None:
+    centroids = torch.tensor([codebook], dtype=torch.float64)
     torch.testing.assert_close(histogram(x).q_norm(centroids), centroids * scale + offset, atol=2e-6, rtol=0)
 
 
@@ -68,10 +68,10 @@ def test_q_norm_restores_mean_and_deviation() -> None:
     x, weight = torch.randn(3000, 2) * torch.tensor([1.0, 30.0]) + 5, torch.rand(3000, 2)
     (found,) = Histogram.of(x, [weight], x.amin(0), x.amax(0))
     for size in (2, 4, 8):
-        book = found.books(size)
-        moved = found.q_norm(book)
+        codebook = found.codebooks(size)
+        moved = found.q_norm(codebook)
         for channel in range(2):
-            code = (x[:, channel, None].double() - book[channel]).abs().argmin(1)
+            code = (x[:, channel, None].double() - codebook[channel]).abs().argmin(1)
             stored, w = moved[channel][code], weight[:, channel].double()
             mean = (w * stored).sum() / w.sum()
             true = (w * x[:, channel]).sum() / w.sum()
@@ -104,13 +104,13 @@ def test_histograms_are_direct_sums() -> None:
 def test_errors_are_those_of_the_nearest_centroid() -> None:
     x, weight = torch.randn(400, 4), torch.rand(400, 4)
     (found,) = Histogram.of(x, [weight], x.amin(0), x.amax(0))
-    book = (torch.rand(4, 8).double() * 4 - 2).sort(1).values
-    expected = torch.stack([nearest_error(x[:, c], weight[:, c], book[c]) for c in range(4)])
-    torch.testing.assert_close(found.error(book), expected, rtol=2e-3, atol=0)  # boundaries lie between bins
+    codebook = (torch.rand(4, 8).double() * 4 - 2).sort(1).values
+    expected = torch.stack([nearest_error(x[:, c], weight[:, c], codebook[c]) for c in range(4)])
+    torch.testing.assert_close(found.error(codebook), expected, rtol=2e-3, atol=0)  # boundaries lie between bins
 
 
 def best_error(x: Tensor, weight: Tensor, size: int) -> float:
-    """Of the best book there is, by dynamic programming over x [N]."""
+    """Of the best codebook there is, by dynamic programming over x [N]."""
     x, order = x.double().sort()
     weight = weight.double()[order]
     zero = torch.zeros(1, dtype=torch.float64)
@@ -136,7 +136,7 @@ def test_books_are_nearly_the_best_there_are(shape: str) -> None:
     (found,) = Histogram.of(x, [weight], x.amin(0), x.amax(0))
     coarser = None
     for bits in range(5):
-        coarser = found.books(1 << bits, coarser)
+        coarser = found.codebooks(1 << bits, coarser)
         assert (coarser.diff(dim=1) >= 0).all(), "centroids rise"
         for channel in range(3):
             error = float(nearest_error(x[:, channel], weight[:, channel], coarser[channel]))
@@ -148,9 +148,9 @@ def test_books_are_nearly_the_best_there_are(shape: str) -> None:
 def test_what_has_no_weight_does_no_harm() -> None:
     x = torch.cat((torch.zeros(50, 1), torch.ones(50, 1)))
     (none,) = Histogram.of(x, [torch.zeros(100, 1)], torch.tensor([0.0]), torch.tensor([1.0]))
-    assert none.books(4).isfinite().all() and float(none.error(none.books(4))) == 0
+    assert none.codebooks(4).isfinite().all() and float(none.error(none.codebooks(4))) == 0
     (constant,) = Histogram.of(torch.full((9, 1), 7.0), [torch.ones(9, 1)], torch.tensor([7.0]), torch.tensor([7.0]))
-    book = constant.books(4)
-    assert book.isfinite().all() and float((book - 7).abs().min()) < 1e-6
+    codebook = constant.codebooks(4)
+    assert codebook.isfinite().all() and float((codebook - 7).abs().min()) < 1e-6
     (two,) = Histogram.of(x, [torch.ones(100, 1)], torch.tensor([0.0]), torch.tensor([1.0]))
-    assert float(two.error(two.books(8))) == pytest.approx(0, abs=1e-9)
+    assert float(two.error(two.codebooks(8))) == pytest.approx(0, abs=1e-9)

@@ -1,4 +1,4 @@
-"""From samples to tables: the choice of books, their costs, and the allocation of bits."""
+"""From samples to tables: the choice of codebooks, their costs, and the allocation of bits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_costs_are_those_of_pages_on_tokens_that_were_held_out(fit: LayerFit) ->
     train, held_out = samples().split(TOKENS - 128)
     limit = 50 * train.key_cost.mean(0)
     for kind, bits in (("uniform", 2), ("own", 3), ("fisher", 5)):
-        tables = uniform_tables(fit.key_books[kind, bits], fit.key_weight, 1, fit.value_books[kind, bits], 1)
+        tables = uniform_tables(fit.key_codebooks[kind, bits], fit.key_weight, 1, fit.value_codebooks[kind, bits], 1)
         k, v = quantize_dequantize(tables, held_out.keys, held_out.values)
         codec = NuqCodec("trial", tables)
         for head in range(HEADS):  # as the codec's definition has it
@@ -71,17 +71,17 @@ def test_each_bit_pays_and_books_beat_even_ones(fit: LayerFit) -> None:
         assert float(fit.key_cost["own"][..., bits].sum()) < 0.9 * float(fit.key_cost["uniform"][..., bits].sum())
 
 
-def test_the_same_samples_give_the_same_books(fit: LayerFit) -> None:
+def test_the_same_samples_give_the_same_codebooks(fit: LayerFit) -> None:
     again = fit_layer(samples(), 128, 1)
-    for key, book in fit.key_books.items():
-        assert torch.equal(again.key_books[key].centroids, book.centroids)
-    for key, book in fit.value_books.items():
-        assert torch.equal(again.value_books[key].centroids, book.centroids)
+    for key, codebook in fit.key_codebooks.items():
+        assert torch.equal(again.key_codebooks[key].centroids, codebook.centroids)
+    for key, codebook in fit.value_codebooks.items():
+        assert torch.equal(again.value_codebooks[key].centroids, codebook.centroids)
 
 
 def test_few_kinds_are_the_same_as_among_many(fit: LayerFit) -> None:
     few = fit_layer(samples(), 128, 1, kinds=("own", "uniform"))
-    assert set(few.key_cost) == {"own", "uniform"} and ("plain", 2) not in few.value_books
+    assert set(few.key_cost) == {"own", "uniform"} and ("plain", 2) not in few.value_codebooks
     for kind in few.key_cost:
         assert torch.equal(few.key_cost[kind], fit.key_cost[kind])
         assert torch.equal(few.value_cost[kind], fit.value_cost[kind])
@@ -94,14 +94,14 @@ def test_fisher_books_of_keys_are_means_weighted_with_cost_times_range_squared()
     keys[..., ::2] = keys[..., ::2].abs()  # other shapes in other ranges
     cost = torch.rand(4000, 1, 8, generator=drawn) * torch.logspace(3, 0, 8) * (keys / keys.std(0)).abs()
     train = LayerSamples(keys, torch.randn(4000, 1, 8, generator=drawn), cost, torch.ones(4000, 1, 8))
-    books, _ = fit_module._key_books(train, ("fisher",), False)
+    codebooks, _ = fit_module._key_codebooks(train, ("fisher",), False)
     low, high = fit_module._inner_range(keys.flatten(1))
     middle, reach = (high + low) / 2, (high - low) / 2
     unit = (keys.flatten(1) - middle) / reach
     inside = unit.abs() <= 1
     for bits in (1, 2):
-        book = (books["fisher", bits].centroids[0, 0] - middle[0]) / reach[0]
-        nearest = (unit[..., None] - book).abs().argmin(-1)
+        codebook = (codebooks["fisher", bits].centroids[0, 0] - middle[0]) / reach[0]
+        nearest = (unit[..., None] - codebook).abs().argmin(-1)
 
         def means(weight: torch.Tensor, nearest: torch.Tensor = nearest, bits: int = bits) -> torch.Tensor:
             cells = [(nearest == code) & inside for code in range(1 << bits)]
@@ -109,13 +109,13 @@ def test_fisher_books_of_keys_are_means_weighted_with_cost_times_range_squared()
 
         fisher = train.key_cost.flatten(1)
         off = {
-            name: float((means(weight) - book).abs().max())
+            name: float((means(weight) - codebook).abs().max())
             for name, weight in {"it": fisher * reach**2, "no range": fisher, "no cost": reach**2 + 0 * fisher}.items()
         }
         assert off["it"] < 0.01 < 0.03 < min(off["no range"], off["no cost"]), off
 
 
-def test_value_books_follow_the_tokens_whose_errors_cost_most() -> None:
+def test_value_codebooks_follow_the_tokens_whose_errors_cost_most() -> None:
     """Errors grow with a token's range, and cost what the Fisher information says."""
     drawn = torch.Generator().manual_seed(4)
     two_peaks = (torch.randint(0, 2, (600, 1, 64), generator=drawn) * 2 - 1) + 0.05 * torch.randn(
@@ -124,47 +124,47 @@ def test_value_books_follow_the_tokens_whose_errors_cost_most() -> None:
     even = 100 * (2 * torch.rand(600, 1, 64, generator=drawn) - 1)
     ones = torch.ones(600, 1, 64)
 
-    def book(values: torch.Tensor, cost: torch.Tensor, kind: str) -> torch.Tensor:
+    def codebook(values: torch.Tensor, cost: torch.Tensor, kind: str) -> torch.Tensor:
         train = LayerSamples(values, values, cost, cost)
-        return fit_module._value_books(train, 0, (kind,), False)[kind, 2].centroids[0]
+        return fit_module._value_codebooks(train, 0, (kind,), False)[kind, 2].centroids[0]
 
     both, flat = torch.cat((two_peaks, even)), torch.cat((ones, ones))
-    of_peaks, of_even = book(two_peaks, ones, "plain"), book(even, ones, "plain")
+    of_peaks, of_even = codebook(two_peaks, ones, "plain"), codebook(even, ones, "plain")
     assert (of_peaks - of_even).abs().max() > 0.1
     for kind in ("plain", "fisher", "own"):
-        torch.testing.assert_close(book(both, flat, kind), of_even, atol=0.03, rtol=0)
+        torch.testing.assert_close(codebook(both, flat, kind), of_even, atol=0.03, rtol=0)
     dear = torch.cat((1e8 * ones, ones))
-    torch.testing.assert_close(book(both, dear, "fisher"), of_peaks, atol=0.03, rtol=0)
-    torch.testing.assert_close(book(both, dear, "plain"), of_even, atol=0.03, rtol=0)
+    torch.testing.assert_close(codebook(both, dear, "fisher"), of_peaks, atol=0.03, rtol=0)
+    torch.testing.assert_close(codebook(both, dear, "plain"), of_even, atol=0.03, rtol=0)
 
 
 def test_own_books_follow_their_channels(fit: LayerFit) -> None:
     scale = samples().keys.std(0)
-    spread = fit.key_books["own", 4].centroids
+    spread = fit.key_codebooks["own", 4].centroids
     assert ((spread[..., -1] - spread[..., 0]) / scale).min() > 2
-    values = fit.value_books["own", 3].centroids
+    values = fit.value_codebooks["own", 3].centroids
     assert not torch.equal(values[0], values[1])
-    assert torch.equal(fit.value_books["plain", 3].centroids[0], fit.value_books["plain", 3].centroids[1])
+    assert torch.equal(fit.value_codebooks["plain", 3].centroids[0], fit.value_codebooks["plain", 3].centroids[1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_q_norm_moves_what_codes_stand_for_and_not_the_codes(kind: str, fit: LayerFit) -> None:
     normed = fit_layer(samples(), 128, 0, kinds=(kind,), q_norm=True)
     train, _ = samples().split(TOKENS - 128)
-    plain, moved = fit.key_books[kind, 2], normed.key_books[kind, 2]
+    plain, moved = fit.key_codebooks[kind, 2], normed.key_codebooks[kind, 2]
     assert torch.equal(plain.centroids, plain.stands_for) and torch.equal(plain.centroids, moved.centroids)
     assert not torch.equal(moved.centroids, moved.stands_for)
-    edges, books = padded(moved)
-    assert torch.equal(edges, padded(plain)[0]) and torch.equal(books[..., :4], moved.stands_for)
+    edges, codebooks = padded(moved)
+    assert torch.equal(edges, padded(plain)[0]) and torch.equal(codebooks[..., :4], moved.stands_for)
     before, after = (
         quantize_dequantize(
-            uniform_tables(book, fit.key_weight, 0, fit.value_books[kind, 2], 0), train.keys, train.values
+            uniform_tables(codebook, fit.key_weight, 0, fit.value_codebooks[kind, 2], 0), train.keys, train.values
         )[0]
-        for book in (plain, moved)
+        for codebook in (plain, moved)
     )
     pooled = (train.keys - train.keys.mean(0)).std(0)
     found = [float((((each - each.mean(0)).std(0) / pooled).log().mean()).exp()) for each in (before, after)]
-    if kind != "uniform":  # k-means loses deviation, an even book adds it
+    if kind != "uniform":  # k-means loses deviation, an even codebook adds it
         assert found[0] < 0.97
     assert abs(found[1] - 1) < min(0.03, abs(found[0] - 1))
 
@@ -230,13 +230,14 @@ def test_tables_take_the_kind_that_costs_least_and_the_bits_that_were_spent() ->
         for head in range(HEADS):
             order, widths = tables.key_order[layer, head].tolist(), tables.key_bits[layer, head].tolist()
             for place, pair in enumerate(order):
-                book = fit.key_books[said["keys"], widths[place // 4]].centroids
+                codebook = fit.key_codebooks[said["keys"], widths[place // 4]].centroids
                 for channel in (pair, pair + CHANNELS // 2):
                     found = tables.key_books[layer, head, channel]
-                    assert torch.equal(found[: book.shape[-1]], book[head, channel])
+                    assert torch.equal(found[: codebook.shape[-1]], codebook[head, channel])
             width = int(tables.value_bits[layer, head])
             assert torch.equal(
-                tables.value_books[layer, head, : 1 << width], fit.value_books[said["values"], width].centroids[head]
+                tables.value_books[layer, head, : 1 << width],
+                fit.value_codebooks[said["values"], width].centroids[head],
             )
     assert report["held_out_cost"]["chosen"] < report["held_out_cost"]["same bits everywhere"]
     assert sum(report["key_books"].values()) == len(fits)

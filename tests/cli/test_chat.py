@@ -89,9 +89,9 @@ def test_a_conversation_too_long_can_be_reset(chat):
 def test_an_answer_that_fails_is_told_and_leaves_no_turn(chat, tmp_path):
     class Failing(FakeEngine):
         async def _generate(self, ids, params, request_id):
-            asked = bytes(token for token in ids if token < 256)
+            prompt_bytes = bytes(token for token in ids if token < 256)
             async for item in super()._generate(ids, params, request_id):
-                if b"bad" in asked and self.decoded > 3:
+                if b"bad" in prompt_bytes and self.decoded > 3:
                     item.outputs, item.finished = (
                         [CompletionOutput(0, "", [], None, "error", "NaN in the logits")],
                         True,
@@ -108,7 +108,7 @@ def test_an_answer_that_fails_is_told_and_leaves_no_turn(chat, tmp_path):
 
 
 @pytest.fixture
-def asked(chat):
+def chat_params(chat):
     """Runs a chat on a model whose makers advise something; returns the parameters of its answers."""
 
     def run(*words, advice=NO_DEFAULTS, lines=("hi",)):
@@ -128,25 +128,25 @@ def asked(chat):
     return run
 
 
-def test_an_answer_ends_at_1024_tokens_unless_told(asked):
-    assert asked().max_tokens == 1024
-    assert asked("--max-tokens", "7").max_tokens == 7
-    assert asked("--max-tokens", "0").max_tokens is None, "the rest of the context"
-    assert asked(advice=SamplingDefaults({"max_tokens": 99})).max_tokens == 1024
+def test_an_answer_ends_at_1024_tokens_unless_told(chat_params):
+    assert chat_params().max_tokens == 1024
+    assert chat_params("--max-tokens", "7").max_tokens == 7
+    assert chat_params("--max-tokens", "0").max_tokens is None, "the rest of the context"
+    assert chat_params(advice=SamplingDefaults({"max_tokens": 99})).max_tokens == 1024
 
 
-def test_a_chat_is_sampled_as_the_models_makers_advise_and_a_flag_wins(asked):
+def test_a_chat_is_sampled_as_the_models_makers_advise_and_a_flag_wins(chat_params):
     advice = SamplingDefaults({"temperature": 0.2, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.2})
-    params = asked(advice=advice)
+    params = chat_params(advice=advice)
     assert {name: getattr(params, name) for name in advice.values} == advice.values and params.top_p == 1.0
-    params = asked("--temperature", "0.9", "--top-k", "0", advice=advice)
+    params = chat_params("--temperature", "0.9", "--top-k", "0", advice=advice)
     assert (params.temperature, params.top_k, params.min_p) == (0.9, 0, 0.1)
 
 
-def test_without_advice_a_chat_is_a_little_cooler_than_the_model(asked):
-    params = asked()
+def test_without_advice_a_chat_is_a_little_cooler_than_the_model(chat_params):
+    params = chat_params()
     assert (params.temperature, params.top_p) == (0.7, 0.95)
-    params = asked("--top-p", "0.5")
+    params = chat_params("--top-p", "0.5")
     assert (params.temperature, params.top_p) == (0.7, 0.5)
 
 

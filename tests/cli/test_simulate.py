@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -18,23 +17,12 @@ import pytest
 
 from quire.cli import latencies, main, simulation_common
 from quire.config import ClusterConfig, EngineConfig
-from quire.planning.analytic import MODELS
-from quire.planning.bounds import Asked
-from quire.planning.devices import DEVICES
 from quire.planning.fitted import fit
-from quire.planning.goodput import Goodput
-from quire.planning.latency import LatencyModel, Link
+from quire.planning.latency import LatencyModel
 from quire.planning.placement_file import Instances, Placement, Predicted
-from quire.planning.slo import ANYTHING, Slo
 from quire.planning.workload import Arrival, Span, Workload
-from quire.simulation.cluster import SimulatedCluster
-from quire.simulation.events import Events
-from quire.simulation.hardware import Division, Target, shape_of
-from quire.simulation.load import CLEARLY, Load, Run, bound_of, ceiling_of, noted, run_many
-from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun, arriving, prompts_of
-from quire.simulation.search import Joint
-from quire.simulation.setup import LINKS, LocalModel, Setup, Ways, tiers_of
-from tests.effort import tries
+from quire.simulation.load import Load, Run
+from quire.simulation.setup import LocalModel
 from tests.tiny_models import save_tiny
 
 COEFFICIENTS = {"base": 0.004, "rows_from_1": 4e-4, "prompt_pairs": 1e-7, "context": 1e-6}
@@ -114,35 +102,12 @@ def fitted() -> Load:
     return Load(made_workload(), 40, fit(made_workload()))
 
 
-def test_the_same_seed_gives_the_same_result_and_another_one_does_not(
-    local: Callable[..., LocalModel], fitted: Load
-) -> None:
-    setup = local().setup(ClusterConfig())
-    one, same, other = (Run(setup, fitted, 12.0, seed).outcome() for seed in (3, 3, 4))
-    assert np.array_equal(one.last, same.last) and one.used == same.used
-    assert not np.array_equal(one.last, other.last)
-
-
-def test_the_same_requests_arrive_at_another_rate(local: Callable[..., LocalModel], fitted: Load) -> None:
-    slow, fast = (Run(local().setup(ClusterConfig()), fitted, rate, 1).outcome() for rate in (2.0, 8.0))
-    assert np.array_equal(slow.num_in, fast.num_in) and np.allclose(slow.arrived, 4 * fast.arrived)
-
-
 def test_a_faster_load_waits_longer(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     slow, fast = printed(capsys, *words, *TARGETS, "--rates", "2,40")["rates"]
     assert (slow["rate"], fast["rate"]) == (2.0, 40.0)
     assert slow["ttft"]["mean"] < fast["ttft"]["mean"] and slow["attainment"] > fast["attainment"]
     by_scale = list(fast["attainment_by_scale"].values())
     assert by_scale == sorted(by_scale) and by_scale[0] < by_scale[-1]
-
-
-def test_the_number_of_processes_changes_nothing(local: Callable[..., LocalModel]) -> None:
-    setup, load = local().setup(ClusterConfig(mixed=2)), Load(made_workload(20), 20)
-    runs = [Run(setup, load, rate, seed) for rate, seed in ((4.0, 0), (16.0, 1), (8.0, 2))]
-    for one, other in zip(run_many(runs), run_many(runs, processes=2), strict=True):
-        for field in ("arrived", "first", "last", "num_cached"):
-            assert np.array_equal(getattr(one, field), getattr(other, field)), field
-        assert one.used == other.used
 
 
 def test_processes_that_simulate_never_see_an_interrupt() -> None:
@@ -166,34 +131,6 @@ with Workers(1) as workers:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "1", "1", "0"], done
-
-
-def test_progress_counts_the_requests_of_all_runs(local: Callable[..., LocalModel]) -> None:
-    told: list[tuple[int, int]] = []
-    load = Load(made_workload(5), 5)
-    run_many([Run(local().setup(ClusterConfig()), load)] * 2, progress=lambda *counts: told.append(counts))
-    assert told == [(done, 10) for done in range(1, 11)]
-
-
-def test_what_few_requests_clearly_miss_many_miss_too(local: Callable[..., LocalModel], seed: int) -> None:
-    missed = 0
-    for number in range(tries(1)):
-        random = np.random.default_rng(seed + number)
-        options = {"cache.memory": str(random.choice(["1MiB", "4MiB"])), "scheduler.max_running": 16}
-        setup = local(**options).setup(ClusterConfig(mixed=int(random.integers(1, 3))))
-        slo = Slo(float(random.choice([0.05, 0.2])), float(random.choice([0.01, 0.02])))
-        fitted = fit(made_workload())
-        for part in (0.6, 0.9):
-            rate = part * ceiling_of(setup, made_workload())
-            few, many = (
-                fmean(Run(setup, Load(made_workload(), count, fitted), rate, each).outcome().attainment(slo)
-                      for each in (seed, seed + 1))
-                for count in (60, 300)
-            )  # fmt: skip
-            if few < CLEARLY * slo.attainment:
-                missed += 1
-                assert many < slo.attainment, (number, part)
-    assert missed
 
 
 def test_the_rates_of_a_search_straddle_the_target(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,43 +196,6 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.usefixtures("four_cores")
-def test_instances_share_cores_and_memory_as_a_server_s(local: Callable[..., LocalModel]) -> None:
-    model = local(**{"cache.memory": "auto"})
-    alone = model.setup(ClusterConfig()).replicas[0].config
-    apart = model.setup(ClusterConfig(prefill=1, decode=2)).replicas
-    assert alone.runtime.threads == 4
-    threads = [each.config.runtime.threads for each in apart for _ in range(each.count)]
-    assert sorted(map(int, threads)) == [1, 1, 2]
-    memories = {each.config.cache.memory for each in apart}
-    assert all(int(memory) < int(alone.cache.memory) for memory in memories)
-
-
-@pytest.mark.usefixtures("four_cores")
-def test_a_placement_s_options_count_for_their_role(local: Callable[..., LocalModel]) -> None:
-    instances = (
-        Instances("prefill", 1, options={"runtime.threads": 3, "scheduler.token_budget": 256}),
-        Instances("decode", 1, options={"runtime.threads": 1}),
-    )
-    setup = local().setup(ClusterConfig(), Placement(instances, Predicted(1.0, 1.0, "machine", 1.0, 0.9)))
-    found = {each.role: each.config for each in setup.replicas}
-    assert (found["prefill"].runtime.threads, found["decode"].runtime.threads) == (3, 1)
-    assert (found["prefill"].scheduler.token_budget, found["decode"].scheduler.token_budget) == (256, 128)
-    assert [*setup.places] == ["prefill-0", "decode-0"]
-
-
-def test_a_router_tries_as_often_as_it_is_set_to(local: Callable[..., LocalModel]) -> None:
-    setup = local().setup(ClusterConfig(mixed=2, tries=1))
-    front = setup.front_of(Events())
-    assert isinstance(front, SimulatedCluster) and (setup.tries, front.router._tries) == (1, 1)
-
-
-def test_ways_are_measured_where_a_latency_model_has_them() -> None:
-    ways = Ways.of({"disk": Link(0.002, 1e8), "shm": Link(0.001, 5e8)})
-    assert (ways.disk, ways.bulk, ways.measured) == (Link(0.002, 1e8), Link(0.001, 5e8), {"disk", "shm"})
-    assert (ways.pinned, Ways.of({}, "tcp").bulk) == (LINKS["pinned"], LINKS["tcp"])
-
-
 def test_a_kept_model_with_these_settings_is_found(
     words: list[str], local: Callable[..., LocalModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -316,99 +216,7 @@ def test_a_kept_model_with_these_settings_is_found(
     assert "no latency model is kept" in told and "quire bench latency" in told
 
 
-def test_the_bound_of_a_rate_is_never_exceeded(local: Callable[..., LocalModel]) -> None:
-    workload, everything = made_workload(80), ANYTHING
-    setup = local().setup(ClusterConfig())
-    bound = bound_of(setup.replicas[0]).mixed(Asked.of(workload), everything)
-    outcome = Run(setup, Load(workload, 80), 5 * bound).outcome()
-    assert 0.4 * bound < 80 / outcome.seconds <= bound
-
-
-@pytest.mark.parametrize("rate", [1.0, 4.0])
-def test_conversations_arrive_at_the_rate_that_is_asked_for(rate: float, local: Callable[..., LocalModel]) -> None:
-    """Of five turns with pauses of 3 s, in an engine, in a cluster, and in each phase by itself."""
-    turns = [
-        Arrival(2.0 * (index // 5), (Span(index, 20),), 4, index - 1 if index % 5 else -1, 3.0 * (index % 5 > 0))
-        for index in range(200)
-    ]
-    workload = Workload("chat", turns)
-    load, setup = Load(workload, 60, fit(workload)), local().setup(ClusterConfig())
-    apart = local().setup(ClusterConfig(prefill=1, decode=1))
-    first, second = apart.replicas
-    prompts, decoding = PromptRun(first, apart.ways, load, 0.01, rate, 0), DecodeRun(second, apart.ways, load, rate, 0)
-    runs = [Run(setup, load, rate), Run(apart, load, rate), prompts, decoding, PairRun(prompts, decoding)]
-    for run in [*runs, MixedRun(setup.replicas[0], setup.ways, load, rate, 0), Joint(apart, load, rate, 0)]:
-        outcome = run.outcome()
-        assert len(outcome.arrived) == pytest.approx(60, rel=0.15), type(run).__name__
-        assert outcome.offered == pytest.approx(rate, rel=0.15), type(run).__name__
-    assert Run(setup, Load(workload, 60), 4.0).outcome().offered < 3.5, "a replay begins with first turns alone"
-
-
-def test_few_requests_for_a_loose_target_are_a_doubt() -> None:
-    load = Load(made_workload(), 60)
-    found = noted(Goodput(10.0, 0.95), load, Slo(4.0, attainment=0.9))
-    (told,) = found.doubts
-    # 60 requests in 6 s: with 5.74 requests/s the 54th waits for 4 s.
-    assert "up to 43% of this rate" in told and "--requests" in told
-    assert not noted(Goodput(10.0, 0.95), load, Slo(0.2, attainment=0.9)).doubts
-    assert not noted(Goodput(10.0, 0.95), load, Slo(tpot=0.1, attainment=0.9)).doubts
-    turns = [
-        Arrival(float(index), (Span(index, 9),), 2, index - 1 if index % 2 else -1, 1e4 * (index % 2))
-        for index in range(20)
-    ]
-    days = Workload("days", turns)
-    (told,) = noted(Goodput(1.0, 0.95), Load(days, 20, fit(days)), Slo(0.2)).doubts
-    assert "conversations pause so long" in told
-
-
-def test_a_pair_as_a_tandem_is_like_a_cluster(local: Callable[..., LocalModel]) -> None:
-    setup, load = local().setup(ClusterConfig(prefill=1, decode=1)), Load(made_workload(60), 60)
-    first, second = setup.replicas
-    tandem = PairRun(
-        PromptRun(first, setup.ways, load, 0.01, 10.0, 0), DecodeRun(second, setup.ways, load, 10.0, 0)
-    ).outcome()
-    whole = Run(setup, load, 10.0).outcome()
-    assert tandem.ttft.mean() == pytest.approx(whole.ttft.mean(), rel=0.05)
-    assert tandem.tpot.mean() == pytest.approx(whole.tpot.mean(), rel=0.1)
-
-
-def test_conversations_keep_their_lengths_in_each_part() -> None:
-    arrivals = [
-        Arrival(0.0, (Span(1, 10), Span(2, 5)), 7),
-        Arrival(0.0, (Span(3, 4),), 3, after=0, pause=1.0),
-        Arrival(2.0, (Span(1, 10),), 2),
-        Arrival(0.0, (Span(4, 6),), 1, after=1, pause=0.5),
-    ]
-    workload = Workload("turns", arrivals)
-    prompts = prompts_of(workload, tpot=0.1)
-    assert prompts.prompt_tokens.tolist() == workload.prompt_tokens.tolist() == [15, 26, 10, 35]
-    assert prompts.columns.num_out.tolist() == [1, 1, 1, 1]
-    assert prompts.columns.pause.tolist() == pytest.approx([0.0, 1.6, 0.0, 0.7])
-    moved = arriving(workload, np.array([0.3, 5.0, 0.1, 9.0]))
-    assert moved.prompt_tokens.tolist() == [10, 15, 26, 35] and moved.columns.after.tolist() == [-1] * 4
-    assert moved.columns.at.tolist() == [0.1, 0.3, 5.0, 9.0] and moved.cached_tokens.tolist() == [0, 0, 0, 0]
-
-
 # Hardware that is not here.
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama-3-8b"])
-def test_a_model_in_numbers_has_their_parameters(name: str) -> None:
-    assert shape_of(name).num_parameters == MODELS[name].params
-
-
-@pytest.mark.parametrize(("name", "device", "tp"), [("llama-2-7b", "a100-80g", 1), ("opt-175b", "h200", 8)])
-def test_a_flat_cache_holds_as_many_tokens_as_the_memory(name: str, device: str, tp: int) -> None:
-    """The second one's cache is larger than page ids reach, so that one byte stands for several."""
-    target = Target(name, DEVICES[device], EngineConfig())
-    setup: Setup = target.setup([Division("mixed", EngineConfig(), 1, tp)], ClusterConfig(), alone=True)
-    sizes, model = setup.replicas[0].plan.sizes, target.latency(tp, 1)
-    assert setup.replicas[0].plan.shape.num_layers == 1
-    assert sizes.tokens == pytest.approx(model.cache_tokens, rel=0.01)
-    seconds = setup.ways.bulk.seconds(sizes.bytes_per_token * 1000)
-    assert seconds == pytest.approx(
-        Link(setup.ways.bulk.latency, DEVICES[device].between).seconds(1000 * model.token_bytes), rel=0.01
-    )
 
 
 def test_encoded_weights_and_cache_leave_room_for_more(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
@@ -492,8 +300,3 @@ def test_every_word_of_the_help_is_there(capsys: pytest.CaptureFixture[str]) -> 
     told = capsys.readouterr().out
     for flag in itertools.chain(("--trace", "--latency", "--hardware", "--parallel.tp", "--goodput"), ("--slo.ttft",)):
         assert flag in told
-
-
-def test_tiers_forget_what_was_not_used_for_a_lifetime() -> None:
-    config = EngineConfig.from_options({"tiers.memory": "64MiB", "tiers.disk": "folder:64MiB", "cache.lifetime": 30.0})
-    assert [(each.name, each.lifetime) for each in tiers_of(config, Ways())] == [("memory", 30.0), ("disk", 30.0)]

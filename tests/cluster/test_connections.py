@@ -1,4 +1,4 @@
-"""Who may dial the sockets of a cluster, and what it costs when others do."""
+"""Who may dial the sockets of a cluster, what it costs when others do, and addresses that cannot be used."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from quire.cluster.connections import MOST_STRANGERS, PeerConnections
 from quire.cluster.transport import shm, sockets, transport_of
 from quire.cluster.transport.sockets import SocketStream
 from quire.cluster.transport.stream import TransportError
+from quire.errors import ConfigError
 from quire.rate_limited_warning import RateLimitedWarning
-from tests.cluster.test_transport import PATIENCE, SECRET, Inbox, ask, eventually, until_the_end
+from tests.cluster.transport.test_connection import PATIENCE, SECRET, Inbox, ask, eventually, until_the_end
 
 NOBODY = 65534
 JOIN_SECONDS = 1.0
@@ -174,7 +175,7 @@ def test_strangers_of_the_same_user_write_one_line_however_many_they_are(
         eventually(lambda: router.num_strangers == 0)
     told = warnings_of(caplog)
     assert len(told) == 2, told
-    assert "link to a stranger: no process of a cluster" in told[0]
+    assert "connection to an unknown peer: no process of a cluster" in told[0]
     assert told[1] == "such warnings since the last one: 49"
 
 
@@ -198,3 +199,15 @@ def test_a_repeated_warning_is_a_line_and_then_counts(caplog: pytest.LogCaptureF
         "five",
         "such warnings since the last one: 1",
     ]
+
+
+def test_a_port_that_is_taken_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        connections = PeerConnections("a", SECRET, Inbox())
+        with pytest.raises(TransportError, match="cannot listen at 127.0.0.1"):
+            connections.listen(f"127.0.0.1:{taken.getsockname()[1]}")
+
+
+def test_an_unknown_transport_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no transport 'carrier pigeon'; there are tcp, shm"):
+        PeerConnections("a", SECRET, Inbox(), "carrier pigeon")

@@ -62,7 +62,7 @@ def prompt_of(rng: random.Random, length: int) -> dict[str, Any]:
     return {"prompt_token_ids": [rng.randrange(3, 250) for _ in range(length)]}
 
 
-def asked(rng: random.Random, count: int, **changes: Any) -> tuple[list[Any], list[SamplingParams]]:
+def random_requests(rng: random.Random, count: int, **changes: Any) -> tuple[list[Any], list[SamplingParams]]:
     """Prompts of all lengths, and parameters with seeds of their own, some of them greedy."""
     prompts = [prompt_of(rng, rng.choice([1, 63, 64, 65, 128, 200, 300])) for _ in range(count)]
     params = [replace(PARAMS, **changes, seed=rng.randrange(1 << 30)) for _ in prompts]
@@ -154,7 +154,7 @@ def test_an_instance_that_goes_costs_no_token(
     rng, cluster = random.Random(seed), apart.cluster
     role, is_there = MOMENTS[moment]
     # One that is hit, and others beside it.
-    prompts, params = asked(rng, 5)
+    prompts, params = random_requests(rng, 5)
     prompts[0], params[0] = prompt_of(rng, 500), replace(params[0], max_tokens=300)
 
     async def scenario() -> list[list[int]]:
@@ -193,7 +193,7 @@ def test_an_instance_that_is_silent_for_too_long_is_ended_and_replaced(
 ) -> None:
     """Even if it would go on later."""
     rng, cluster = random.Random(seed), apart.cluster
-    prompts, params = asked(rng, 1, max_tokens=300)
+    prompts, params = random_requests(rng, 1, max_tokens=300)
 
     async def scenario() -> list[list[int]]:
         await whole(cluster)
@@ -221,7 +221,7 @@ def test_damaged_lost_and_repeated_messages_cost_no_token(
     model: Path, single_engine: LLM, faults: str, seed: int
 ) -> None:
     rng = random.Random(seed)
-    prompts, params = asked(rng, tries(8), max_tokens=10)
+    prompts, params = random_requests(rng, tries(8), max_tokens=10)
     expected = tokens(single_engine.generate(prompts, params))
     with threads(model, f"{faults},seed={seed}", timeout=1, tries=50) as running:
         connections = [running.instance(role)._connections for role in ("prefill", "decode")]
@@ -237,7 +237,7 @@ def test_damaged_lost_and_repeated_messages_cost_no_token(
 def test_one_instance_does_the_last_attempt_alone(model: Path, single_engine: LLM, faults: str, seed: int) -> None:
     """Nothing whole ever comes from the source to its receiver."""
     rng = random.Random(seed)
-    prompts, params = asked(rng, 4, max_tokens=20)
+    prompts, params = random_requests(rng, 4, max_tokens=20)
     with threads(model, faults, timeout=1, tries=2) as running:
         assert tokens(running.generate(prompts, params)) == tokens(single_engine.generate(prompts, params))
 
@@ -245,7 +245,7 @@ def test_one_instance_does_the_last_attempt_alone(model: Path, single_engine: LL
 def test_an_answer_that_cannot_go_on_ends_with_a_clear_error(model: Path, single_engine: LLM, seed: int) -> None:
     """The client has its first tokens already, and they are right."""
     rng = random.Random(seed)
-    prompts, params = asked(rng, 1, max_tokens=300)
+    prompts, params = random_requests(rng, 1, max_tokens=300)
     with threads(model, timeout=1, tries=2) as running:
 
         async def scenario() -> list[int]:
@@ -372,7 +372,7 @@ def test_answers_have_as_many_tokens_as_were_asked_for(
 ) -> None:
     rng = random.Random(seed)
     with threads(model) as running:
-        prompts, params = asked(rng, 6, max_tokens=max_tokens)
+        prompts, params = random_requests(rng, 6, max_tokens=max_tokens)
         found = tokens(running.generate(prompts, params))
     assert found == tokens(single_engine.generate(prompts, params))
     assert {len(each) for each in found} == {max_tokens}
@@ -402,7 +402,7 @@ def test_a_client_may_leave_in_every_state(model: Path, single_engine: LLM, seed
     rng = random.Random(seed)
     with threads(model, "delay=0.01,poison") as running:
         cluster = running.cluster
-        prompts, params = asked(rng, 3, max_tokens=100)
+        prompts, params = random_requests(rng, 3, max_tokens=100)
 
         async def leaves(at: str) -> None:
             client = Client(cluster, prompt_of(rng, 300), PARAMS)
@@ -451,7 +451,7 @@ def test_instances_are_restarted_and_change_their_roles_without_a_failed_request
     model: Path, single_engine: LLM, seed: int
 ) -> None:
     rng = random.Random(seed)
-    prompts, params = asked(rng, 40, max_tokens=60)
+    prompts, params = random_requests(rng, 40, max_tokens=60)
     with threads(model, prefill=1, decode=1, mixed=1, tries=1) as running:
         cluster = running.cluster
 
@@ -485,7 +485,7 @@ def test_instances_are_restarted_and_change_their_roles_without_a_failed_request
 @pytest.mark.slow
 def test_an_engine_that_stops_by_itself_ends_its_instance(model: Path, single_engine: LLM, seed: int) -> None:
     rng = random.Random(seed)
-    prompts, params = asked(rng, 6, max_tokens=100)
+    prompts, params = random_requests(rng, 6, max_tokens=100)
     with threads(model, prefill=1, decode=1, mixed=1) as running:
 
         def fail() -> None:

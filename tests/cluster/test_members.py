@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from quire.cluster import members as members_module
 from quire.cluster.bodies import InstanceLoad, InstanceReady, RemotePrefix
-from quire.cluster.members import Health, Member, PrefixIndex, RoutingDecision, ServingInstances, index_keys
+from quire.cluster.members import (
+    Health,
+    Member,
+    PrefixIndex,
+    RoutingDecision,
+    ServingInstances,
+    choose_instances,
+    index_keys,
+)
 from quire.cluster.messages import Attempt
 from tests.clusters import LIMITS
 from tests.effort import examples
@@ -197,3 +205,22 @@ def test_salts_and_beginnings_separate_prompts() -> None:
     assert keys_of("", PROMPT[:200]) == KEYS[:3]
     rng = random.Random(0)
     assert keys_of("", [rng.randrange(9) for _ in PROMPT])[0] != KEYS[0]
+
+
+def test_a_receiver_of_the_same_group_is_preferred() -> None:
+    members = [
+        Member(f"{role}-{index}", f"{role}-{index}", role, Health.SERVING, group=str(index))
+        for role in ("decode", "prefill")
+        for index in (0, 1)
+    ]
+    for busy, chosen in ((2, "1"), (3, "0")):
+        for member in members:
+            member.forget(Attempt(1, 1))
+        members[busy].begin_prefill(Attempt(1, 1), 500)
+        choice = choose_instances(ServingInstances.of(members), PrefixIndex(), [], 100)
+        assert choice is not None and choice.source is not None
+        assert (choice.source.group, choice.receiver.group) == (chosen, chosen)
+    members[1].health = Health.DOWN
+    members[2].begin_prefill(Attempt(1, 1), 500)
+    choice = choose_instances(ServingInstances.of(members), PrefixIndex(), [], 100)
+    assert choice is not None and choice.receiver.name == "decode-0", "another machine is better than none"

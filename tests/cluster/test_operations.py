@@ -160,7 +160,7 @@ def test_drains_and_restarts_take_turns(running: RunningCluster, monkeypatch: py
 
     monkeypatch.setattr(operations, "_drain", drain)
     running.call(scenario())
-    assert done == ["a", "b", *running.cluster.supervisor.places.specs]
+    assert done == ["a", "b", *running.cluster.supervisor.desired.specs]
 
 
 def test_a_cluster_that_closes_ends_its_requests_with_an_error(running: RunningCluster) -> None:

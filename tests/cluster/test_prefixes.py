@@ -111,7 +111,7 @@ def test_an_instance_that_goes_meanwhile_is_not_waited_for(running: RunningClust
     finally:
         cluster_prefixes._members = members
         decode.may_send = lambda to, message: True
-    assert not cluster_prefixes._asked and len(found) == 1, "what the other one has"
+    assert not cluster_prefixes._pending and len(found) == 1, "what the other one has"
 
 
 def test_whoever_asks_a_closed_cluster_gets_an_error(model: Path) -> None:

@@ -1,4 +1,4 @@
-"""The protocol of a hand-over: small worlds as a whole, planted defects, and the tables of the page of the design."""
+"""The protocol of a hand-over: complete state spaces, planted defects, and the tables of the page of the design."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ TOKEN = Token(FIRST, NO_TEXT)
 
 def explore(budget: Budget, **more: Any) -> ModelChecker:
     explorer = ModelChecker(budget=budget, **more)
-    assert explorer.explore(), "there are more worlds than that"
+    assert explorer.explore(), "there are more states than that"
     return explorer
 
 
-# Whole worlds.
+# Complete state spaces.
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 17])
@@ -78,7 +78,7 @@ def test_two_requests_share_the_room_of_their_instances(budget: Budget) -> None:
     [(1, 2, Budget(1, 0, 0, 0, 0)), (1, 2, Budget(0, 1, 1, 0, 0)), (2, 1, Budget(0, 0, 1, 0, 0))],
     ids=["a crash", "a loss and a repeat", "two requests and a repeat"],
 )
-def test_worlds_that_are_visited_once_hide_no_outcome(requests: int, tokens: int, budget: Budget) -> None:
+def test_equivalent_states_that_are_visited_once_hide_no_outcome(requests: int, tokens: int, budget: Budget) -> None:
     found = [explore(budget, requests=requests, tokens=tokens, merges=merges) for merges in (True, False)]
     assert found[0].outcomes == found[1].outcomes and found[0].num_states < found[1].num_states
 
@@ -97,18 +97,18 @@ def test_merging_hides_no_outcome_of_a_wrong_protocol() -> None:
     assert found[0] == found[1] != explore(EARLY).outcomes
 
 
-@full_only("up to a million worlds take minutes")
+@full_only("up to a million states take minutes")
 @pytest.mark.timeout(1200)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("requests", "budget"),
     [(1, Budget(1, 1, 0, 1, 0)), (2, Budget(1, 1, 1, 0, 0)), (3, Budget(1, 0, 0, 0, 0)), (3, Budget(0, 1, 1, 0, 0))],
 )
-def test_larger_worlds(requests: int, budget: Budget) -> None:
+def test_larger_state_spaces(requests: int, budget: Budget) -> None:
     explore(budget, requests=requests)
 
 
-# Planted defects: each must be found in a small world.
+# Planted defects: each must be found in a small system.
 
 
 def source_frees_when_all_is_sent(state: Any, sender: str, event: Any) -> Any:

@@ -45,7 +45,7 @@ ONE_AT_A_TIME = {"runtime.threads": 1, "scheduler.max_running": 1}
 PATIENCE = Patience(seconds=1.0, requests=20, windows=2, pause=3.0)
 
 
-class World:
+class Harness:
     """A clock, a search and a switch for one replanning."""
 
     def __init__(self, answer: Callable[[], Awaitable[PlacementProposal]]) -> None:
@@ -84,83 +84,83 @@ async def found(present: float) -> PlacementProposal:
     return PlacementProposal(APART, 3.0, present)
 
 
-def run(world: World, story: Callable[[World], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> None:
+def run(harness: Harness, story: Callable[[Harness], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replanning, "TICK_SECONDS", 0.002)
 
     async def main() -> None:
-        watching = asyncio.create_task(world.replanning.watch())
-        await story(world)
+        watching = asyncio.create_task(harness.replanning.watch())
+        await story(harness)
         watching.cancel()
 
     asyncio.run(main())
 
 
 def test_longer_prompts_lead_to_a_search_and_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(world: World) -> None:
-        await world.seconds(8, 200)
-        assert not world.searched
-        await world.seconds(12, 2000)
-        await world.seconds(12, 2000)
+    async def story(harness: Harness) -> None:
+        await harness.seconds(8, 200)
+        assert not harness.searched
+        await harness.seconds(12, 2000)
+        await harness.seconds(12, 2000)
 
-    world = World(lambda: found(2.0))
-    run(world, story, monkeypatch)
-    assert len(world.searched) == 1 and world.switched == [APART], "once: then that is what was planned for"
-    assert world.present is APART
-    assert world.replanning.counts == {"searches": 1, "switches": 1, "failed": 0}
-    assert world.searched[0].mean_in == 2000 and world.searched[0].rate == pytest.approx(10, rel=0.1)
-    assert 20 <= len(world.searched[0].arrivals) <= 40, "those of the windows that differ, and not those before"
+    harness = Harness(lambda: found(2.0))
+    run(harness, story, monkeypatch)
+    assert len(harness.searched) == 1 and harness.switched == [APART], "once: then that is what was planned for"
+    assert harness.present is APART
+    assert harness.replanning.counts == {"searches": 1, "switches": 1, "failed": 0}
+    assert harness.searched[0].mean_in == 2000 and harness.searched[0].rate == pytest.approx(10, rel=0.1)
+    assert 20 <= len(harness.searched[0].arrivals) <= 40, "those of the windows that differ, and not those before"
 
 
 def test_fewer_requests_are_no_reason_to_search_and_more_than_it_serves_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(world: World) -> None:
+    async def story(harness: Harness) -> None:
         for _ in range(8):
-            world.requests(200, 3)
-            world.now += 1.0
+            harness.requests(200, 3)
+            harness.now += 1.0
             await asyncio.sleep(0.005)
-        assert not world.searched
+        assert not harness.searched
         for _ in range(12):
-            world.requests(200, 100)
-            world.now += 1.0
+            harness.requests(200, 100)
+            harness.now += 1.0
             await asyncio.sleep(0.005)
 
-    world = World(lambda: found(25.0))
-    run(world, story, monkeypatch)
-    assert len(world.searched) == 1 and not world.switched and world.searched[0].rate > 50
+    harness = Harness(lambda: found(25.0))
+    run(harness, story, monkeypatch)
+    assert len(harness.searched) == 1 and not harness.switched and harness.searched[0].rate > 50
 
 
 def test_nothing_is_kept_while_the_instances_are_of_no_placement(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(world: World) -> None:
-        world.present = None
+    async def story(harness: Harness) -> None:
+        harness.present = None
         for _ in range(6):
-            await world.seconds(1, 2000)
+            await harness.seconds(1, 2000)
             await asyncio.sleep(0.02)
-            assert len(world.replanning._replanner._arrived) <= 10
-        world.present = PRESENT
-        await world.seconds(12, 200)
+            assert len(harness.replanning._replanner._arrived) <= 10
+        harness.present = PRESENT
+        await harness.seconds(12, 200)
 
-    world = World(lambda: found(2.0))
-    run(world, story, monkeypatch)
-    assert not world.searched
+    harness = Harness(lambda: found(2.0))
+    run(harness, story, monkeypatch)
+    assert not harness.searched
 
 
 def test_a_placement_that_is_hardly_better_is_not_worth_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(lambda: found(2.9))
-    run(world, lambda world: world.seconds(12, 2000), monkeypatch)
-    assert len(world.searched) == 1 and not world.switched and world.present is PRESENT
+    harness = Harness(lambda: found(2.9))
+    run(harness, lambda harness: harness.seconds(12, 2000), monkeypatch)
+    assert len(harness.searched) == 1 and not harness.switched and harness.present is PRESENT
 
 
 def test_a_search_or_a_switch_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def nothing() -> PlacementProposal:
         raise QuireError("no option meets the latency targets")
 
-    world = World(nothing)
-    run(world, lambda world: world.seconds(12, 2000), monkeypatch)
-    assert world.replanning.counts == {"searches": 1, "switches": 0, "failed": 1}
-    world = World(lambda: found(2.0))
-    world.fails = True
-    run(world, lambda world: world.seconds(12, 2000), monkeypatch)
-    assert world.present is None and world.replanning.counts["failed"] == 1
-    assert world.replanning.state() == {"phase": "quiet", "reason": "", "searches": 1, "switches": 0, "failed": 1}
+    harness = Harness(nothing)
+    run(harness, lambda harness: harness.seconds(12, 2000), monkeypatch)
+    assert harness.replanning.counts == {"searches": 1, "switches": 0, "failed": 1}
+    harness = Harness(lambda: found(2.0))
+    harness.fails = True
+    run(harness, lambda harness: harness.seconds(12, 2000), monkeypatch)
+    assert harness.present is None and harness.replanning.counts["failed"] == 1
+    assert harness.replanning.state() == {"phase": "quiet", "reason": "", "searches": 1, "switches": 0, "failed": 1}
 
 
 def test_an_error_that_nobody_expects_ends_a_search_and_not_the_watching(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,25 +173,25 @@ def test_an_error_that_nobody_expects_ends_a_search_and_not_the_watching(monkeyp
             case error:
                 raise error
 
-    async def story(world: World) -> None:
-        await world.seconds(12, 2000)
-        await world.seconds(12, 200)
+    async def story(harness: Harness) -> None:
+        await harness.seconds(12, 2000)
+        await harness.seconds(12, 200)
 
-    world = World(answer)
-    run(world, story, monkeypatch)
-    assert world.replanning.counts == {"searches": 2, "switches": 1, "failed": 1}
+    harness = Harness(answer)
+    run(harness, story, monkeypatch)
+    assert harness.replanning.counts == {"searches": 2, "switches": 1, "failed": 1}
 
 
 def test_what_somebody_changes_during_a_search_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     by_hand = dataclasses.replace(APART, workload={**PRESENT.workload, "mean_in": 2000.0})
-    world = World(lambda: change())
+    harness = Harness(lambda: change())
 
     async def change() -> PlacementProposal:
-        world.present = by_hand
+        harness.present = by_hand
         return await found(2.0)
 
-    run(world, lambda world: world.seconds(12, 2000), monkeypatch)
-    assert len(world.searched) == 1 and not world.switched and world.present is by_hand
+    run(harness, lambda harness: harness.seconds(12, 2000), monkeypatch)
+    assert len(harness.searched) == 1 and not harness.switched and harness.present is by_hand
 
 
 def test_requests_are_not_lost_while_a_search_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,17 +201,17 @@ def test_requests_are_not_lost_while_a_search_runs(monkeypatch: pytest.MonkeyPat
         await done.wait()
         return await found(2.0)
 
-    async def story(world: World) -> None:
-        await world.seconds(8, 2000)
-        assert world.replanning.state()["phase"] == "search"
-        await world.seconds(8, 2000)
-        assert len(world.searched) == 1, "one at a time"
+    async def story(harness: Harness) -> None:
+        await harness.seconds(8, 2000)
+        assert harness.replanning.state()["phase"] == "search"
+        await harness.seconds(8, 2000)
+        assert len(harness.searched) == 1, "one at a time"
         done.set()
         await asyncio.sleep(0.02)
 
-    world = World(slow)
-    run(world, story, monkeypatch)
-    assert world.switched == [APART]
+    harness = Harness(slow)
+    run(harness, story, monkeypatch)
+    assert harness.switched == [APART]
 
 
 def test_the_last_requests_are_a_workload_that_shares_what_they_shared() -> None:
@@ -280,14 +280,14 @@ def test_a_search_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pyt
 def test_a_switch_by_hand_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     longer = dataclasses.replace(APART, workload={**PRESENT.workload, "mean_in": 2000.0})
 
-    async def story(world: World) -> None:
-        await world.seconds(4, 200)
-        world.present = longer
-        await world.seconds(12, 2000)
+    async def story(harness: Harness) -> None:
+        await harness.seconds(4, 200)
+        harness.present = longer
+        await harness.seconds(12, 2000)
 
-    world = World(lambda: found(2.0))
-    run(world, story, monkeypatch)
-    assert not world.searched, "requests are what the other placement was planned for"
+    harness = Harness(lambda: found(2.0))
+    run(harness, story, monkeypatch)
+    assert not harness.searched, "requests are what the other placement was planned for"
 
 
 def test_a_cluster_whose_prompts_grow_tenfold_switches_while_it_answers(

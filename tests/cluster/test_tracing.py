@@ -39,7 +39,7 @@ class Tracers(Tracer):
         self.told.append(told)
 
 
-class World:
+class Harness:
     """A router with two instances that a test speaks for."""
 
     def __init__(self, tries: int = 3) -> None:
@@ -76,13 +76,13 @@ def level(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_time_of_a_request_is_divided_into_its_stages(caplog: pytest.LogCaptureFixture) -> None:
-    world = World()
-    world.after(3.0, world.token(0, seconds=1.25))
-    world.after(0.5, HandedOver(world.attempt))
-    world.after(0.25, HandedOver(world.attempt))  # told twice
-    world.after(1.75, world.token(1))
-    world.after(2.0, world.token(2, is_last=True))
-    (found,) = world.router.times.last
+    harness = Harness()
+    harness.after(3.0, harness.token(0, seconds=1.25))
+    harness.after(0.5, HandedOver(harness.attempt))
+    harness.after(0.25, HandedOver(harness.attempt))  # told twice
+    harness.after(1.75, harness.token(1))
+    harness.after(2.0, harness.token(2, is_last=True))
+    (found,) = harness.router.times.last
     assert found == Stages(queue=1.75, prefill=1.25, transfer=0.5, decode=4.0)
     begun, taken, ended = (record.getMessage() for record in caplog.records)
     name = f"request chatcmpl-1 of trace {TRACE}, attempt 1"
@@ -90,7 +90,7 @@ def test_the_time_of_a_request_is_divided_into_its_stages(caplog: pytest.LogCapt
     assert taken == f"{name}: decode-0.1 has the cache of prefill-0.1"
     times = "queue 1.750 s, prefill 1.250 s, transfer 0.500 s, decode 4.000 s"
     assert ended == f"{name} on prefill-0.1 and decode-0.1: ended after 3 tokens ({times})"
-    ((trace, whole, spans, facts, error),) = world.tracer.told
+    ((trace, whole, spans, facts, error),) = harness.tracer.told
     assert trace == TraceContext(TRACE, PARENT) and error == "" and whole == TraceSpan("request", 100.0, 107.5, "")
     assert [each.instance for each in spans] == ["prefill-0.1"] * 2 + ["decode-0.1"] * 2
     assert [each.ended for each in spans] == [101.75, 103.0, 103.5, 107.5]
@@ -98,54 +98,54 @@ def test_the_time_of_a_request_is_divided_into_its_stages(caplog: pytest.LogCapt
 
 
 def test_a_failed_attempt_is_in_the_queue_of_the_next_one_and_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    world = World(tries=2)
+    harness = Harness(tries=2)
 
     async def scenario() -> None:
-        world.after(2.0, Failed(world.attempt, "no room"))
-        world.router.tick()
-        world.after(1.0, world.token(0, is_last=True, seconds=0.25))
+        harness.after(2.0, Failed(harness.attempt, "no room"))
+        harness.router.tick()
+        harness.after(1.0, harness.token(0, is_last=True, seconds=0.25))
 
     asyncio.run(scenario())
-    (found,) = world.router.times.last
+    (found,) = harness.router.times.last
     assert found == Stages(queue=2.75, prefill=0.25, transfer=0.0, decode=0.0)
     (warning,) = [each for each in caplog.records if each.levelno == logging.WARNING]
     assert f"trace {TRACE}, attempt 1 on prefill-0.1 and decode-0.1: no room; 0 tokens" in warning.getMessage()
 
 
 def test_a_request_that_failed_is_a_span_with_an_error_and_no_stage(caplog: pytest.LogCaptureFixture) -> None:
-    world = World(tries=1)
-    world.after(2.0, Failed(world.attempt, "no room"))
-    assert not world.router.times.last and isinstance(world.answers[-1], Exception)
-    (trace, _, spans, _, error) = world.tracer.told[0]
+    harness = Harness(tries=1)
+    harness.after(2.0, Failed(harness.attempt, "no room"))
+    assert not harness.router.times.last and isinstance(harness.answers[-1], Exception)
+    (trace, _, spans, _, error) = harness.tracer.told[0]
     assert trace.trace_id == TRACE and spans == [] and "no room" in error
     last = caplog.records[-1]
     assert last.levelno == logging.WARNING and TRACE in last.getMessage() and "no token" in last.getMessage()
 
 
 def test_an_aborted_request_has_no_stages(caplog: pytest.LogCaptureFixture) -> None:
-    world = World()
-    world.after(1.0, world.token(0, seconds=0.5))
-    world.router.abort(world.request)
-    assert not world.router.times.last and world.tracer.told[0][-1] == "aborted"
+    harness = Harness()
+    harness.after(1.0, harness.token(0, seconds=0.5))
+    harness.router.abort(harness.request)
+    assert not harness.router.times.last and harness.tracer.told[0][-1] == "aborted"
     assert "aborted after 1 tokens" in caplog.records[-1].getMessage()
 
 
 def test_a_source_has_a_part_until_its_receiver_has_the_cache() -> None:
-    world = World()
-    world.after(1.0, world.token(0, seconds=0.5))
-    assert world.router.num_attempts("prefill-0.1") == world.router.num_attempts("decode-0.1") == 1
-    world.after(1.0, HandedOver(world.attempt))
-    assert (world.router.num_attempts("prefill-0.1"), world.router.num_attempts("decode-0.1")) == (0, 1)
-    world.after(1.0, world.token(1, is_last=True))
-    assert world.router.num_attempts("decode-0.1") == 0
+    harness = Harness()
+    harness.after(1.0, harness.token(0, seconds=0.5))
+    assert harness.router.num_attempts("prefill-0.1") == harness.router.num_attempts("decode-0.1") == 1
+    harness.after(1.0, HandedOver(harness.attempt))
+    assert (harness.router.num_attempts("prefill-0.1"), harness.router.num_attempts("decode-0.1")) == (0, 1)
+    harness.after(1.0, harness.token(1, is_last=True))
+    assert harness.router.num_attempts("decode-0.1") == 0
 
 
 def test_a_router_that_closes_ends_every_request_with_an_error() -> None:
-    world = World()
+    harness = Harness()
     error = RuntimeError("closed")
-    world.router.close(error)
-    assert world.answers == [error] and world.request.is_over and not world.router.num_waiting
-    assert not [each for each in world.sent if isinstance(each[1], Cancel)], "nobody is left to tell"
+    harness.router.close(error)
+    assert harness.answers == [error] and harness.request.is_over and not harness.router.num_waiting
+    assert not [each for each in harness.sent if isinstance(each[1], Cancel)], "nobody is left to tell"
 
 
 def test_stages_are_counted_up_to_each_bound() -> None:

@@ -170,17 +170,17 @@ def test_one_prompt_cold_found_twice_at_once_and_after_eviction(backend: str, bu
     bench = Bench(SHAPE, MIXED, rules, backend, chunks=26, options={"cache.share": True})
     engine, manager = bench.witness.engine, bench.witness.engine.scheduler.manager
     before = manager.stats()
-    asked = prompt_of(300, 1), greedy(100 if backend == "cpu" else 30)
-    found = answer(bench, "cold", asked)
-    found += answer(bench, "hit", asked)
+    request = prompt_of(300, 1), greedy(100 if backend == "cpu" else 30)
+    found = answer(bench, "cold", request)
+    found += answer(bench, "hit", request)
     assert [each.num_cached_tokens for each in found] == [0, 256]
-    found += answer(bench, "together", asked, (prompt_of(150, 2), greedy(20)), asked)[::2]
+    found += answer(bench, "together", request, (prompt_of(150, 2), greedy(20)), request)[::2]
     assert manager.tree is not None
     seed = 3
-    while list(manager.tree.walk(ChunkKeys(engine.namespace, asked[0]), 1)):
+    while list(manager.tree.walk(ChunkKeys(engine.namespace, request[0]), 1)):
         answer(bench, f"other {seed}", (prompt_of(250, seed), greedy(2)))
         seed += 1
-    found += answer(bench, "after eviction", asked)
+    found += answer(bench, "after eviction", request)
     assert found[-1].num_cached_tokens == 0 and len(found) == 5
     bench.check()
     kept = {str(bench.runs[each].of_prompt) for each in found}

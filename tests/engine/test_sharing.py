@@ -244,7 +244,7 @@ def test_any_mix_of_arrivals_forks_aborts_and_evictions_answers_as_if_nothing_we
     chunks: int, events: list[tuple[Any, ...]]
 ) -> None:
     engine = make_engine(chunks=chunks, **{"scheduler.token_budget": 100, "scheduler.max_running": 5})
-    asked: dict[str, tuple[list[int], int]] = {}
+    requested: dict[str, tuple[list[int], int]] = {}
     collected: dict[str, RequestOutput] = {}
 
     def step() -> None:
@@ -258,17 +258,17 @@ def test_any_mix_of_arrivals_forks_aborts_and_evictions_answers_as_if_nothing_we
             prompt = PREFIXES[family][:length] + [tail] * tail
             params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, n=n)
             engine.add(str(number), prompt, params)
-            asked[str(number)] = prompt, count
+            requested[str(number)] = prompt, count
         elif event[0] == "step":
             for _ in range(event[1]):
                 step()
-        elif asked:
-            name = sorted(asked)[event[1] % len(asked)]
+        elif requested:
+            name = sorted(requested)[event[1] % len(requested)]
             engine.abort(name)
-            del asked[name]
+            del requested[name]
     while engine.has_work:
         step()
-    for name, (prompt, count) in asked.items():
+    for name, (prompt, count) in requested.items():
         for output in collected[name].outputs:
             assert output.token_ids == alone(prompt, count)
     manager = engine.scheduler.manager

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
-import os
-import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from quire import LLM
 from quire.cli import main, parse
 from quire.cli.bench_compose import CompositionBenchmark
 from quire.config import EngineConfig
-from quire.engine.params import SamplingParams
-from quire.errors import ConfigError, QuireError
-from quire.evaluation import compose_run
+from quire.errors import ConfigError
 from quire.evaluation.compose import (
     ALL,
     CONFIGURATIONS,
@@ -45,12 +36,7 @@ from quire.evaluation.compose import (
     roles_of,
     systems_of,
 )
-from quire.evaluation.compose_bench import SLO_FACTOR, Comparison, quality
-from quire.evaluation.compose_load import asked
-from quire.evaluation.compose_room import AHEAD, fill, held
-from quire.evaluation.compose_run import Order, Reply, family, proportional_bytes
 from quire.planning.slo import Slo
-from tests.clusters import RunningCluster, ThreadedInstances
 from tests.engines import keep_calibration
 from tests.tiny_models import save_tiny
 
@@ -139,159 +125,6 @@ def test_kinds_tell_what_changes_the_memory_beside_the_cache() -> None:
     }  # fmt: skip
 
 
-# ---- the load --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"shared": 300}, "--shared-tokens is 300; it must be below --input-tokens, 300"),
-        ({"output": 1}, "--output-tokens of at least 2"),
-        ({"clients": ()}, "clients of at least 1"),
-        ({"seconds": 0.0}, "--seconds is 0; it must be above 0"),
-    ],
-)
-def test_loads_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        replace(LOAD, **changes)
-
-
-def test_a_trace_s_prompts_have_no_shared_tokens_to_be_checked() -> None:
-    assert replace(LOAD, prompt=100, shared=1792, trace="t").longest == 120
-
-
-def test_prompts_take_turns_with_their_prefixes_and_are_the_same_each_time() -> None:
-    first, second = (list(itertools.islice(asked(LOAD, 1000), 6)) for _ in range(2))
-    assert first == second and all(len(each.prompt) == 300 and each.num_out == 20 for each in first)
-    heads = [tuple(each.prompt[:200]) for each in first]
-    assert heads[0] == heads[2] != heads[1] == heads[3]
-    assert len({tuple(each.prompt[200:]) for each in first}) == 6
-    assert all(250 <= token < 500 for each in first for token in each.prompt), "special tokens"
-
-
-def test_a_trace_s_requests_that_fit_come_again_and_again(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    lines = [(512, 5, [0]), (1024, 1, [0, 1]), (4096, 5, list(range(8))), (512, 5, [7])]
-    trace.write_text(
-        "".join(
-            json.dumps({"timestamp": place, "input_length": num_in, "output_length": num_out, "hash_ids": ids}) + "\n"
-            for place, (num_in, num_out, ids) in enumerate(lines)
-        )
-    )
-    load = replace(LOAD, prompt=2000, shared=0, trace=str(trace))
-    found = list(itertools.islice(asked(load, 10_000), 6))
-    assert [(len(each.prompt), each.num_out) for each in found[:3]] == [(512, 5), (1024, 2), (512, 5)]
-    assert found[:3] == found[3:] and found[1].prompt[:512] == found[0].prompt != found[2].prompt
-    with pytest.raises(ConfigError, match="has no request of at most 120 tokens"):
-        asked(replace(LOAD, prompt=100, shared=0, trace=str(trace)), 10_000)
-
-
-# ---- sequences -------------------------------------------------------------------------------------------------------
-
-ROOM: dict[str, dict[str, Any]] = {
-    "none": {"cache.share": False},
-    "sharing": {"cache.share": True},
-    "codec": {"cache.share": False, "cache.codec": "nuq3"},
-    "sharing + codec": {"cache.share": True, "cache.codec": "nuq3"},
-    "retention": {"cache.share": False, "retain.budget": 0.5, "retain.profile_rows": 32},
-}
-
-
-@pytest.mark.parametrize("name", ROOM)
-def test_a_cache_holds_the_sequences_that_a_real_engine_runs_at_once(model: str, name: str) -> None:
-    options = {
-        **TINY, "cache.check": False, "cache.memory": 4 * MIB, "model.max_context": 320,
-        "scheduler.max_running": 64, "scheduler.token_budget": 4096, **ROOM[name],
-    }  # fmt: skip
-    counted = held(model, options, asked(LOAD, 256))
-    with LLM(model, options) as llm:
-        real = fill(llm.engine, asked(LOAD, 256))
-    assert 2 <= counted.sequences < 64 and counted.num_bytes <= 4 * MIB
-    # What heads keep depends on attention, which is not computed, and so does what the next admission expects.
-    assert abs(counted.sequences - real.sequences) <= (name == "retention")
-    if name != "retention":
-        assert counted == real
-
-
-FAR: dict[str, dict[str, Any]] = {
-    "offload": {"cache.share": True},
-    "offload + codec": {"cache.share": False, "cache.codec": "nuq3"},
-    "offload + retention": {"cache.share": False, "retain.budget": 0.5, "retain.profile_rows": 32},
-}
-MOST_FAR = {"offload": 16, "offload + codec": 12, "offload + retention": 12}
-"""Sequences for which 4 MiB have the frames that a cache on the disk needs."""
-
-
-@pytest.mark.parametrize("name", FAR)
-def test_a_cache_on_the_disk_holds_the_sequences_that_a_real_engine_runs_at_once(model: str, name: str) -> None:
-    options = {
-        **TINY, "cache.check": False, "cache.memory": 4 * MIB, "offload.mode": "auto", "offload.memory": "2MiB",
-        "offload.cache": 8 * MIB, "model.max_context": 320, **FAR[name],
-    }  # fmt: skip
-    counted = held(model, options, asked(LOAD, 256))
-    limits = {"scheduler.max_running": MOST_FAR[name], "scheduler.token_budget": 4096}
-    with LLM(model, options | limits) as llm:
-        real = fill(llm.engine, asked(LOAD, 256))
-    assert 2 <= counted.sequences <= MOST_FAR[name] and counted.num_bytes <= 8 * MIB
-    assert abs(counted.sequences - real.sequences) <= (name == "offload + retention")
-    with pytest.raises(ConfigError, match="an offloaded cache needs at least"):
-        LLM(model, options | limits | {"scheduler.max_running": MOST_FAR[name] + 1})
-
-
-@pytest.mark.parametrize("name", ["none", "sharing", "retention"])
-def test_two_instances_hold_the_sequences_that_real_ones_have_begun_at_once(model: str, name: str) -> None:
-    load = replace(LOAD, output=120)  # answers do not end before both caches are full
-    options = {
-        **TINY, "cache.check": False, "cache.memory": 4 * MIB, "model.max_context": 420,
-        "scheduler.max_running": 64, "scheduler.token_budget": 4096, **ROOM[name],
-    }  # fmt: skip
-    one = held(model, options, asked(load, 256))
-    counted = held(model, options, asked(load, 256), roles={"prefill": 1, "decode": 1})
-    now, most = 0, 0
-
-    async def ask(pair: RunningCluster, prompt: list[int], num_out: int) -> None:
-        nonlocal now, most
-        params = SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=True, detokenize=False)
-        deltas = pair.cluster.generate({"prompt_token_ids": prompt}, params)
-        await anext(deltas)
-        now += 1
-        most = max(most, now)
-        async for _ in deltas:
-            pass
-        now -= 1
-
-    async def ask_all(pair: RunningCluster) -> None:
-        first = itertools.islice(asked(load, 256), counted.sequences + 4)
-        await asyncio.gather(*(ask(pair, each.prompt, each.num_out) for each in first))
-
-    with RunningCluster(model, options, ThreadedInstances(), "shm") as pair:
-        pair.call(ask_all(pair))
-    assert abs(counted.sequences - most) <= (name == "retention")
-    # A prompt that waits for the other instance needs no room to grow.
-    assert counted.sequences > 2 * one.sequences and counted.num_bytes <= 8 * MIB
-
-
-def test_a_request_that_instances_refuse_is_an_error(model: str) -> None:
-    options = {**TINY, "cache.memory": 4 * MIB, "model.max_context": 200}
-    with pytest.raises(ConfigError, match="do not fit into the context of 200"):
-        held(model, options, asked(LOAD, 256), roles={"prefill": 1, "decode": 1})
-
-
-def test_more_is_held_with_each_system(model: str) -> None:
-    counts = {}
-    for name in ("none", "sharing", "codec", "sharing + codec", "offload"):
-        options = Recipe.of(TINY).options(systems_of(name), LOAD, 4 * MIB, 2 * MIB)
-        counts[name] = held(model, options, asked(LOAD, 256)).sequences
-    assert counts["none"] < counts["sharing"] and counts["none"] < counts["offload"] <= 2 * counts["none"] + 1
-    assert counts["none"] < counts["codec"] < counts["sharing + codec"] and AHEAD > 0
-
-
-def test_a_threshold_cannot_be_counted(model: str) -> None:
-    options = {**TINY, "cache.memory": 4 * MIB, "model.max_context": 320, "retain.threshold": 0.9}
-    with pytest.raises(ConfigError, match="known only after a prompt; simulate with retain.budget"):
-        held(model, options, asked(LOAD, 256))
-
-
 # ---- goodput ---------------------------------------------------------------------------------------------------------
 
 
@@ -313,95 +146,6 @@ def test_goodput_counts_answers_after_the_warm_up_that_meet_both_targets() -> No
 # ---- the comparison --------------------------------------------------------------------------------------------------
 
 
-class Runs:
-    """Stands for the processes. Notes the orders, and serves more the more systems there are."""
-
-    def __init__(self, failing: str = "") -> None:
-        self.orders: list[Order] = []
-        self.failing = failing
-
-    def __call__(self, order: Order) -> Reply:
-        order = Order.from_json(order.to_json())
-        self.orders.append(order)
-        engines = sum(order.instances.values()) or 1
-        caches = engines * order.options["cache.memory"]
-        if order.is_probe:
-            assert "offload.cache" not in order.options, "a small cache has no room for frames"
-            return Reply(pss=engines * 100 * MIB + caches)
-        if self.failing == "refused" and order.instances:
-            return Reply(refused="no instances here")
-        if self.failing == "failed" and order.instances:
-            raise QuireError("a run failed: killed")
-        rate = 2 if order.options["cache.share"] else 1
-        stages = [
-            Stage(count, 10.0, tuple(Served(5.0 + place, 0.1, 0.01) for place in range(rate * count)), count, 0)
-            for count in order.load.clients
-        ]
-        alone = [(0.02, 0.001), (0.01, 0.003), (0.03, 0.002)] if order.is_base else []
-        return Reply("", engines * 100 * MIB + caches, stages, alone)
-
-
-def comparison(model: str, names: list[str], runs: Runs, **more: Any) -> Comparison:
-    systems = [systems_of(name) for name in names]
-    return Comparison(model, LOAD, 300 * MIB, systems, Recipe.of(TINY), run=runs, **more)
-
-
-def test_every_configuration_gets_what_is_left_of_the_same_memory(model: str) -> None:
-    runs = Runs()
-    rows, slo = comparison(model, ["none", "sharing", "instances", "all five"], runs).measured()
-    assert slo == Slo(SLO_FACTOR * 0.02, SLO_FACTOR * 0.002)
-    assert [order.is_probe for order in runs.orders] == [True] * 3 + [False] * 4
-    assert all(order.load == LOAD for order in runs.orders if not order.is_probe)
-    caches = [order.options["cache.memory"] for order in runs.orders if not order.is_probe]
-    assert caches == [200 * MIB - RESERVE_BYTES] * 2 + [50 * MIB - RESERVE_BYTES] * 2
-    none, sharing, apart, five = rows
-    assert not any(row.refused for row in rows)
-    assert none.cache == sharing.cache == caches[0] and apart.cache == five.cache == 2 * caches[2]
-    assert 2 * none.weights == apart.weights > five.weights > none.weights > 0, "two engines, and less of each"
-    assert sharing.sequences > none.sequences > apart.sequences > 1 and five.sequences > apart.sequences
-    told = sharing.told(none, slo)
-    assert told["gain_goodput"] == pytest.approx(2.0) and told["clients"] == 3
-    assert told["gain_sequences"] == sharing.sequences / none.sequences and told["ratio"] is None
-
-
-def test_a_probe_fills_its_cache_whatever_the_load_is(model: str, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 3, "hash_ids": [0]}\n' * 3)
-    runs, load = Runs(), replace(LOAD, clients=(2,), trace=str(trace))
-    Comparison(model, load, 300 * MIB, [()], Recipe.of(TINY), run=runs).measured()
-    probe, run = runs.orders
-    assert run.load == load and probe.is_probe
-    assert [(len(each.prompt), each.num_out) for each in itertools.islice(asked(probe.load, 256), 2)] == [(300, 20)] * 2
-
-
-def test_rows_are_told_as_they_come_and_a_short_text_before_anything_runs(model: str) -> None:
-    told: list[tuple[int, float | None]] = []
-    text = "Of all the mills on the river, the oldest made no flour. " * 10
-    names = ["none", "sharing"]
-    comparison(model, names, Runs(), text=text, windows=1).measured(
-        on_rows=lambda rows, slo: told.append((len(rows), rows[0].ratio))
-    )
-    assert told == [(1, None), (2, None), (2, 1.0)]
-    runs = Runs()
-    with pytest.raises(ConfigError, match="fewer than a window of 300"):
-        comparison(model, names, runs, text=text[:200]).measured()
-    assert not runs.orders
-
-
-@pytest.mark.parametrize("failing", ["refused", "failed"])
-def test_a_configuration_that_cannot_run_is_told_with_the_reason(model: str, failing: str) -> None:
-    rows, slo = comparison(model, ["none", "instances"], Runs(failing)).measured()
-    reason = {"refused": "no instances here", "failed": "failed: a run failed: killed"}[failing]
-    assert rows[1].refused == reason and rows[1].told(rows[0], slo)["refused"] == reason
-    assert "goodput" not in rows[1].told(rows[0], slo)
-
-
-def test_memory_that_processes_need_themselves_is_refused_with_what_is_enough(model: str) -> None:
-    found = comparison(model, ["none"], Runs())
-    with pytest.raises(ConfigError, match="--plan.memory is 90MiB, and processes and weights take 100MiB"):
-        Comparison(model, found.load, 90 * MIB, found.configurations, found.recipe, run=Runs()).measured()
-
-
 def test_targets_of_all_five_are_judged() -> None:
     row = {"gain_sequences": 5.0, "gain_goodput": 2.5, "ratio": 1.04, "pss": 3 * MIB}
     missed = Targets().missed(row, 2 * MIB)
@@ -410,50 +154,7 @@ def test_targets_of_all_five_are_judged() -> None:
     assert not Targets().missed({"gain_sequences": None, "gain_goodput": None, "ratio": None, "pss": 0}, MIB)
 
 
-def test_quality_is_that_of_the_codec_and_of_retention(model: str) -> None:
-    draw = random.Random(0)
-    windows = [draw.choices(range(64, 128), k=300) for _ in range(2)]
-    recipe = Recipe.of({**TINY, "retain.profile_rows": 32, "retain.budget": 0.4})
-    found = quality(model, windows, recipe)
-    assert found[False, False].ratio == 1.0 and len(found) == 4
-    assert found[True, True].codec == "nuq3, retain.budget 0.4" and found[False, True].continuation == 37
-    assert found[True, False].kl_mean and found[False, True].kl_mean
-
-
 # ---- processes and the command ---------------------------------------------------------------------------------------
-
-
-def test_the_memory_of_a_process_and_its_children_is_counted_and_that_of_others_is_not() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        assert {os.getpid(), child.pid} <= {*family(os.getpid())} and [*family(child.pid)] == [child.pid]
-        assert proportional_bytes(os.getpid()) > 10 * MIB and proportional_bytes(child.pid) > 0
-        assert child.stdin is not None
-        child.stdin.close()
-    assert child.pid not in family(os.getpid()) and proportional_bytes(child.pid) == 0
-
-
-def test_a_run_that_ends_with_an_error_says_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failed(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
-        assert Order.from_json(more["input"]).load == LOAD and more["timeout"] > LOAD.seconds
-        return subprocess.CompletedProcess(command, 1, "", "Traceback\nMemoryError: no more\n")
-
-    monkeypatch.setattr(compose_run.subprocess, "run", failed)
-    with pytest.raises(QuireError, match="a run failed: MemoryError: no more"):
-        compose_run.start(Order("model", {}, {}, LOAD))
-
-
-def test_a_run_tells_latencies_memory_and_every_answer(model: str) -> None:
-    options = Recipe.of(TINY).options(("sharing",), LOAD, 8 * MIB, 0)
-    reply = asyncio.run(compose_run.run(Order(model, options, {}, LOAD, is_base=True)))
-    assert Reply.from_json(reply.to_json()) == reply and reply.refused == ""
-    assert reply.pss > 50 * MIB and len(reply.alone) == compose_run.ALONE
-    assert [each.clients for each in reply.stages] == [2, 3]
-    for each in reply.stages:
-        assert each.served and 1.0 <= each.seconds < 5.0 and 1 <= each.running <= each.clients
-        ends = [one.end for one in each.served]
-        assert ends == sorted(ends) and all(one.ttft > 0 < one.tpot for one in each.served)
-    refused = asyncio.run(compose_run.run(Order(model, {**options, "cache.memory": 1000}, {}, LOAD)))
-    assert "cache.memory of 1000B" in refused.refused and not refused.stages
 
 
 @pytest.mark.parametrize(

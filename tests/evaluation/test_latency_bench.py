@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from quire.cli import bench_latency, main
+from quire.cli import main
 from quire.config import EngineConfig
-from quire.errors import ConfigError
 from quire.evaluation.latency_bench import (
     Measurement,
     Visit,
@@ -22,47 +19,11 @@ from quire.evaluation.latency_bench import (
     retention_text,
     settings_of,
 )
-from quire.evaluation.latency_points import DETAILS, POINTS, Limits, Point, plan, points_of
-from quire.planning.kept_latencies import keep, kept_models
+from quire.evaluation.latency_points import Point
 from quire.planning.latency import KINDS, LatencyModel, StepWork, mismatch
 from quire.planning.latency_fit import fit
 from tests.engines import make_engine
 from tests.tiny_models import save_tiny
-
-LARGE = Limits(budget=1024, context=8192, running=256, tokens=500_000, shares=True)
-
-
-@pytest.mark.parametrize("detail", DETAILS)
-def test_points_respect_an_engine_s_limits(detail: int) -> None:
-    for limits in (
-        LARGE,
-        Limits(256, 512, 8, 4096, True),
-        Limits(128, 300, 2, 700, True),
-        Limits(64, 70, 1, 128, True),
-    ):
-        points = points_of(limits, POINTS, detail)
-        assert points or limits.context < 100
-        assert len({*points}) == len(points)
-        for point in points:
-            lengths = [point.own, *(length for _, length in point.joining)]
-            assert point.shared + max(lengths) + 64 < limits.context
-            assert point.cached_tokens <= limits.tokens and point.sequences <= limits.running
-            assert all(count <= limits.running for count, _ in point.joining)
-
-
-def test_points_cover_full_steps_full_batches_and_deep_contexts() -> None:
-    points = points_of(LARGE)
-    assert max(count * length for point in points for count, length in point.joining if count == 1) >= 8 * 1024 - 128
-    assert max(point.sequences for point in points) == 256
-    assert any(point.shared and point.sequences > 100 for point in points)
-    assert {point.kind for point in points} == {*POINTS} == {*bench_latency.POINTS}
-    assert not any(point.shared for point in points_of(Limits(1024, 8192, 256, 500_000, shares=False)))
-    assert {point.kind for point in points_of(LARGE, ["prefix"])} == {"prefix"}
-
-
-def test_fewer_points_are_planned_for_a_slow_machine() -> None:
-    sizes = [len(plan(LARGE, POINTS, seconds, 4000.0, 0.01)) for seconds in (10, 60, 120)]
-    assert sizes == [len(points_of(LARGE, POINTS, detail)) for detail in reversed(DETAILS)]
 
 
 def test_a_measurement_keeps_visits_that_nothing_disturbed() -> None:
@@ -193,44 +154,3 @@ def test_a_model_says_what_other_settings_it_was_made_with() -> None:
     assert chain == (
         "threshold 0.9, frequent 0.3, local 0.2, chain special,punctuation,frequent,local, profile_rows 256"
     )
-
-
-def test_models_of_other_outlier_slots_are_others(tmp_path: Path) -> None:
-    def made(slots: int, codec: str = "nuq3") -> LatencyModel:
-        options = {"runtime.device": "cpu", "cache.codec": codec, "cache.outlier_slots": slots}
-        return fit([(StepWork(1), 0.01)], settings_of("ab", EngineConfig.from_options(options)))
-
-    told = mismatch(made(1).about, made(2).about)
-    assert told is not None and "cache.outlier_slots 1, not 2" in told
-    assert mismatch(made(1, "g4").about, made(2, "g4").about) is None, "g4 has no slots"
-    assert len({keep(made(slots), tmp_path) for slots in (0, 1, 2)}) == 3 == len(kept_models(tmp_path))
-    without = {name: value for name, value in made(1).about.items() if name != "outlier_slots"}
-    assert mismatch(without, made(1).about) is not None, "a model that does not say its slots is not taken for one"
-
-
-def test_a_quick_measurement_does_not_replace_a_careful_one(tmp_path: Path) -> None:
-    model = fit([(StepWork(1), 0.01)], {"codec": "dense"})
-    careful, quick = (dataclasses.replace(model, counts={"decode": count}) for count in (2000, 5))
-    first, again = keep(quick, tmp_path), keep(careful, tmp_path)
-    assert first == again is not None and keep(quick, tmp_path) is None
-    assert [each for _, each in kept_models(tmp_path)] == [careful]
-    newer = dataclasses.replace(careful, counts={"decode": 1000})
-    assert keep(newer, tmp_path) == first and [each for _, each in kept_models(tmp_path)] == [newer]
-
-
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be made"):
-        keep(fit([(StepWork(1), 0.01)], {"codec": "dense"}), tmp_path / "file" / "latencies")
-
-
-def test_a_careful_model_comes_before_a_newer_quick_one(tmp_path: Path) -> None:
-    careful, quick, rough = (
-        dataclasses.replace(fit([(StepWork(1), 0.01)], {"codec": "dense"}), counts={"decode": count}, residuals=off)
-        for count, off in ((2000, {"within": 0.1}), (150, {}), (9000, {"within": 0.5}))
-    )
-    for number, (model, prefix) in enumerate(((careful, ""), (quick, "auto-"), (rough, "rough-"))):
-        file = keep(model, tmp_path, prefix)
-        assert file is not None
-        os.utime(file, (number, number))
-    assert [model for _, model in kept_models(tmp_path)] == [careful, quick, rough]

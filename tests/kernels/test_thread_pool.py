@@ -41,7 +41,7 @@ class Pool:
     """Runs what it is given on the calling thread and, where one is to be late, then on another, whose core is held."""
 
     def __init__(self, threads: int, core: int) -> None:
-        self.asked: list[int] = []
+        self.thread_counts: list[int] = []
         self.late_from = threads + 1
         self.loses_its_core = True
         self._core = core
@@ -50,7 +50,7 @@ class Pool:
         runtime.kernels().quire_threads(*addresses, threads)
 
     def _parallel(self, run: int, data: int, threads: int, _: int) -> None:
-        self.asked.append(threads)
+        self.thread_counts.append(threads)
         RUN(run)(data)
         if threads >= self.late_from:
             late = threading.Thread(target=self._come_late, args=(run, data))
@@ -70,10 +70,10 @@ class Pool:
 
     def loop(self, rows: int = 8) -> int:
         """Runs one loop; how many threads it was given."""
-        x, out, before = torch.rand(rows, 64), torch.empty(rows, dtype=torch.int64), len(self.asked)
+        x, out, before = torch.rand(rows, 64), torch.empty(rows, dtype=torch.int64), len(self.thread_counts)
         runtime.kernels().quire_argmax(x.data_ptr(), 64, rows, 64, out.data_ptr())
         assert torch.equal(out, x.argmax(1))
-        return self.asked[-1] if len(self.asked) > before else 1
+        return self.thread_counts[-1] if len(self.thread_counts) > before else 1
 
     def most(self, seconds: float) -> int:
         """The most threads that loops were given for so long."""
@@ -118,12 +118,12 @@ def test_a_thread_that_comes_late_is_left_out_and_tried_again(make_pool: MakePoo
     pool.late_from = 4
     pool.loop()
     assert [pool.loop() for _ in range(5)] == [3] * 5
-    pool.asked.clear()
+    pool.thread_counts.clear()
     assert pool.most(1.5) == 4
-    assert pool.asked.count(3) > 20 * pool.asked.count(4) > 0
+    assert pool.thread_counts.count(3) > 20 * pool.thread_counts.count(4) > 0
     pool.late_from = 5
     pool.most(2.0)
-    assert pool.most(0.3) == 4 and set(pool.asked[-50:]) == {4}
+    assert pool.most(0.3) == 4 and set(pool.thread_counts[-50:]) == {4}
 
 
 def test_one_that_takes_long_but_keeps_its_core_is_waited_for(make_pool: MakePool) -> None:
@@ -184,16 +184,16 @@ def test_who_is_left_alone_is_helped_and_gets_the_same(make_pool: MakePool, rows
     pool = make_pool(2)
     pool.late_from = 2
     pool.loop()
-    pool.asked.clear()
+    pool.thread_counts.clear()
     before, begun = helper_seconds(), time.monotonic()
 
     def has_all() -> bool:
-        return helper_seconds() > before + 0.2 and 2 in pool.asked
+        return helper_seconds() > before + 0.2 and 2 in pool.thread_counts
 
     while time.monotonic() < begun + (0.5 if EFFORT == "short" and has_all() else 4):
         assert torch.equal(linear(x), expected)
     assert helper_seconds() > before + 0.2
-    assert 2 in pool.asked, "never tried again"
+    assert 2 in pool.thread_counts, "never tried again"
 
 
 @needs_two_cores

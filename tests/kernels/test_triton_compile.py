@@ -181,10 +181,10 @@ def profile_arguments(
     arguments |= dict.fromkeys(("lse", "kept_lse", "cos", "sin", "sums", "out"), "*fp32")
     arguments |= dict.fromkeys(("kept_indices", "positions", "table", "columns", "num_columns", "chunks"), "*i32")
     arguments |= dict.fromkeys(("masks", "kept", "local"), "*i64") | {"q_stride": "i32:16"}
-    codes = dict.fromkeys(("slot_positions", "bases", "heads", "pairs"), "*i32") | {"key_books": "*fp32"}
+    codes = dict.fromkeys(("slot_positions", "bases", "heads", "pairs"), "*i32") | {"key_codebooks": "*fp32"}
     arguments |= codes | PAGE_POINTERS
     if codec != NUQ:
-        arguments |= dict.fromkeys(("heads", "pairs", "key_books"))
+        arguments |= dict.fromkeys(("heads", "pairs", "key_codebooks"))
     if not codec:
         arguments |= dict.fromkeys([*codes, *PAGE_POINTERS])
         if kernel is not place_queries:
@@ -269,7 +269,7 @@ def encoded_attention(
     if masked:
         arguments |= {"masks": "*i64", "lse": "*fp32"}
     arguments |= dict.fromkeys(("heads", "pairs"), "*i32" if table else None)
-    arguments |= {"key_books": "*fp32", "value_books": "*fp32" if table else None}
+    arguments |= {"key_codebooks": "*fp32", "value_codebooks": "*fp32" if table else None}
     arguments |= {
         "ROWS": launch.rows,
         "HP": max(16, triton.next_power_of_2(dim // 2)),
@@ -359,7 +359,7 @@ def test_encoding_keeps_a_token_slot_in_a_thread(dim: int) -> None:
         | {"halves": "*fp16", "octets": "*u8"}
     )
     arguments |= dict.fromkeys(("heads", "pairs"), "*i32") | {"first_layer": "i32"}
-    arguments |= dict.fromkeys(("key_edges", "key_books", "key_weight", "value_edges", "value_books"), "*fp32")
+    arguments |= dict.fromkeys(("key_edges", "key_codebooks", "key_weight", "value_edges", "value_codebooks"), "*fp32")
     arguments |= {"key_bias": "*fp32"}
     arguments |= {"L": 32, "H": 8, "D": dim, "P": PAGE_TOKENS, "UNIT": 64, "PAGE": 2 * dim}
     arguments |= {"DP": triton.next_power_of_2(dim), "HP": triton.next_power_of_2(dim // 2), "SINKS": 1}

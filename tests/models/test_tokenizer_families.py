@@ -6,7 +6,6 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -14,7 +13,7 @@ import pytest
 
 from quire.models.tokenizer import Tokenizer
 from quire.structured.grammar_compiler import GrammarCompiler
-from quire.structured.grammar_tokens import _TextCutter, make_vocabulary, token_table
+from quire.structured.grammar_tokens import _TextCutter, token_table
 from quire.structured.params import StructuredOutputsParams
 from quire.tools.answer_parser import AnswerParser
 from quire.tools.calls import ArgumentsDelta, CallStart, ReasoningDelta, TextDelta, Tool, ToolChoice
@@ -23,10 +22,9 @@ from quire.tools.formats import FORMATS, GENERIC, format_of
 from quire.tools.parser import CallParser
 from quire.tools.reasoning import FORMATS as REASONING
 from quire.tools.reasoning import ReasoningParser
-
-from ..effort import tries
-from ..tokenizer_families import FAMILIES, family_tokenizer
-from ..toy_guide import members
+from tests.effort import tries
+from tests.tokenizer_families import FAMILIES, family_tokenizer
+from tests.toy_guide import members
 
 TOOLS = [
     Tool("add", parameters={"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -80,56 +78,6 @@ def continued(tokenizer: Tokenizer, text: str) -> list[int]:
     special = {tokenizer.decode([token_id], skip_special=False): token_id for token_id in tokenizer.special_ids}
     pieces = re.split("(" + "|".join(map(re.escape, special)) + ")", text)
     return [each for piece in pieces for each in ([special[piece]] if piece in special else cutter(piece))]
-
-
-def test_only_tokens_that_the_tokenizer_calls_special_are_no_text(family: str, tokenizer: Tokenizer) -> None:
-    table = token_table(tokenizer, tokenizer.vocab_size + 3, tokenizer.eos_ids)
-    vocabulary = make_vocabulary(table)
-    assert vocabulary.vocab_size == tokenizer.vocab_size + 3 and vocabulary.eos_tokens == list(tokenizer.eos_ids)
-    for text in FAMILIES[family].special:
-        assert vocabulary.is_special_token(tokenizer.token_id(text)), text
-    for text in FAMILIES[family].plain:
-        assert not vocabulary.is_special_token(tokenizer.token_id(text)), text
-
-
-TEXTS = [
-    "a", " a", "  two  blanks ", 'the tool is "add": {"a": 1}', "\n\n", "日本 é\U0001f600", "e\u0301", "ﷺ", "\x00\x7f",
-    "",
-]  # fmt: skip
-
-
-def test_forced_text_is_cut_as_a_continuation_into_its_own_bytes(family: str, tokenizer: Tokenizer) -> None:
-    cutter = _TextCutter(token_table(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids))
-    names = [*FAMILIES[family].special, *FAMILIES[family].plain]
-    for text in [*TEXTS, *names, *(f"a{name} b" for name in names)]:
-        ids = cutter(text)
-        assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode(), text
-        assert not tokenizer.special_ids & {*ids}, text
-    for text in FAMILIES[family].plain:
-        assert cutter(text) == [tokenizer.token_id(text)], "a plain added token is one token, as in the model's prompts"
-    for text in ("the name of the tool", "yes, no"):
-        before = tokenizer.encode("x", add_special=False)
-        assert cutter(text) == tokenizer.encode(f"x{text}", add_special=False)[len(before) :] or len(before) > 1
-
-
-@pytest.mark.parametrize("way", ["regex", "choice", "json", "grammar", "in a word"])
-def test_a_form_may_have_the_name_of_any_added_token(
-    family: str, grammars: GrammarCompiler, way: str, seed: int
-) -> None:
-    draw = random.Random(seed)
-    for name in [*FAMILIES[family].special, *FAMILIES[family].plain, "<tool_call>", "<|im_end|>", "</think>"]:
-        given: dict[str, Any] = {
-            "regex": {"regex": re.escape(name).replace("▁", "▁") + "ab"}, "choice": {"choice": [name, name + "x"]},
-            "json": {"json": {"const": name}}, "grammar": {"grammar": f"start: {json.dumps(name)}"},
-            "in a word": {"json": {"enum": [f"a{name}b", f"{name} {name}"]}},
-        }[way]  # fmt: skip
-        text = drawn(grammars, StructuredOutputsParams(**given), draw)
-        expected = {
-            "regex": [name + "ab"], "choice": [name, name + "x"], "json": [json.dumps(name, ensure_ascii=False)],
-            "grammar": [name],
-            "in a word": [json.dumps(each, ensure_ascii=False) for each in (f"a{name}b", f"{name} {name}")],
-        }[way]  # fmt: skip
-        assert text in expected, (name, text)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -205,14 +153,3 @@ def gathered(parts: Sequence[Any]) -> tuple[str, list[tuple[str, str]]]:
             case ArgumentsDelta(index, text):
                 calls[index][1] += text
     return said, [(name, arguments) for name, arguments in calls]
-
-
-def test_a_tokenizer_that_lacks_characters_still_writes_what_it_can(tmp_path: Path) -> None:
-    """The pipeline would write an unknown token; the longest tokens with the text's own bytes are taken."""
-    tokenizer = family_tokenizer(tmp_path, "gemma")
-    table = token_table(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
-    state = json.loads(table.pipeline)
-    state["model"]["byte_fallback"] = False
-    cutter = _TextCutter(table._replace(pipeline=json.dumps(state)))
-    ids = cutter("ab 日 c")
-    assert b"".join(map(tokenizer.token_bytes, ids)) == "ab 日 c".encode()

@@ -83,18 +83,18 @@ def test_layers_have_two_buffers_between_them() -> None:
 class OnDisk:
     """Layers of which some matrices are in a file. A layer's matrix in the file has bytes of a value of its own."""
 
-    def __init__(self, folder: Path, homes: list[str], *, overlaps: bool = True) -> None:
-        """homes: of each layer, `d` for a matrix in the file, `h` for one on the host, in their order."""
+    def __init__(self, folder: Path, tiers: list[str], *, overlaps: bool = True) -> None:
+        """tiers: of each layer, `d` for a matrix in the file, `h` for one on the host, in their order."""
         self.values: list[list[int]] = []
         self.layers: list[list[CopiedTensor]] = []
         pieces: list[tuple[ReadRange, ...]] = []
         data = bytearray()
-        for number, of_layer in enumerate(homes):
+        for number, of_layer in enumerate(tiers):
             values, copied, places = [], [], []
-            for index, home in enumerate(of_layer):
+            for index, tier in enumerate(of_layer):
                 value, name, size = 16 * number + index + 1, f"{number} {index}", 2 * BLOCK + 128 * index
                 host = torch.full((size,), value, dtype=torch.uint8)
-                if home == "d":
+                if tier == "d":
                     offset = len(data)
                     data += bytes([value]) * size + bytes(-size % BLOCK)
                     places.append(ReadRange(offset, len(data) - offset, (ImageEntry(name, offset, size),)))
@@ -115,15 +115,15 @@ class OnDisk:
             assert len(there) and (there == value).all(), f"layer {index} has other bytes"
 
 
-HOMES = [["d"], ["d", "d"], ["dh", "h", "d"], ["", "d", "hd", "", "dd", "h"], ["d"] * 5, ["h", "d", "h", "h"]]
+TIERS = [["d"], ["d", "d"], ["dh", "h", "d"], ["", "d", "hd", "", "dd", "h"], ["d"] * 5, ["h", "d", "h", "h"]]
 
 
 @pytest.fixture(params=[True, False], ids=["overlap", "no overlap"])
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[list[str]], OnDisk]]:
     found: list[OnDisk] = []
 
-    def make(homes: list[str]) -> OnDisk:
-        found.append(OnDisk(tmp_path, homes, overlaps=request.param))
+    def make(tiers: list[str]) -> OnDisk:
+        found.append(OnDisk(tmp_path, tiers, overlaps=request.param))
         return found[-1]
 
     yield make
@@ -131,12 +131,12 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[l
         each.stream.close()
 
 
-@pytest.mark.parametrize("homes", HOMES, ids=str)
-def test_what_is_in_a_file_is_there_too(made: Callable[[list[str]], OnDisk], homes: list[str]) -> None:
-    layers = made(homes)
+@pytest.mark.parametrize("tiers", TIERS, ids=str)
+def test_what_is_in_a_file_is_there_too(made: Callable[[list[str]], OnDisk], tiers: list[str]) -> None:
+    layers = made(tiers)
     for _ in range(5):
         layers.stream.begin()
-        for index in range(len(homes)):
+        for index in range(len(tiers)):
             layers.stream.take(index)
             layers.compute(index)
             layers.stream.give(index)
@@ -144,12 +144,12 @@ def test_what_is_in_a_file_is_there_too(made: Callable[[list[str]], OnDisk], hom
     assert 5 * layers.disk_bytes <= layers.stream.bytes_from_disk <= 7 * layers.disk_bytes
 
 
-@pytest.mark.parametrize("homes", HOMES, ids=str)
-def test_a_pass_over_a_file_may_end_early(made: Callable[[list[str]], OnDisk], homes: list[str], seed: int) -> None:
-    layers, generator = made(homes), random.Random(seed)
+@pytest.mark.parametrize("tiers", TIERS, ids=str)
+def test_a_pass_over_a_file_may_end_early(made: Callable[[list[str]], OnDisk], tiers: list[str], seed: int) -> None:
+    layers, generator = made(tiers), random.Random(seed)
     for _ in range(100):
         layers.stream.begin()
-        for index in range(len(homes)):
+        for index in range(len(tiers)):
             layers.stream.take(index)
             if generator.random() < 0.2:
                 break

@@ -267,7 +267,7 @@ def test_a_row_that_is_taken_again_is_a_new_chunk(machine: Callable[..., Machine
     first = computed(made, PAGE_TOKENS - 1)
     decode(made, first)
     row = first.chunks[0]
-    made.table.bases[row] = PAGE_TOKENS  # as a step beside a device notes it
+    made.table.bases[row] = PAGE_TOKENS  # as the runner sets it for a step on a device
     made.end(first, is_cached=False)
     again = made.copy(chain, 1)
     assert again.chunks == [row], "another row was taken"

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from quire.errors import ConfigError
-from quire.planning.candidates import Candidate, Needs, Option, Pair, Role, candidates, degrees, pairs
-from quire.planning.cluster_file import ClusterSpec, Network, Nodes, read_cluster
+from quire.planning.candidates import Candidate, Needs, Option, Pair, Role, candidates
+from quire.planning.cluster_file import ClusterSpec, Network, Nodes
 from quire.planning.goodput import Goodput, Verdict
-from quire.planning.packing import fit, mix, replicas, room_beside
+from quire.planning.packing import fit, mix
 from quire.planning.placement import (
     Budget,
     PlacementError,
@@ -27,7 +24,7 @@ from quire.planning.placement import (
     place_mixed,
     place_pairs,
 )
-from quire.planning.placement_file import Instances, Placement, Predicted, Why, read_placement
+from quire.planning.placement_file import Placement, Predicted, Why
 from tests.effort import tries
 
 GB, GIB = 10**9, 1 << 30
@@ -133,73 +130,7 @@ def _ones(prefill: float, decode: float) -> tuple[Candidate, float, Candidate, f
     return Candidate(Role.PREFILL), prefill, Candidate(Role.DECODE), decode
 
 
-@pytest.mark.parametrize(
-    ("rate", "goodput", "wanted"), [(12, 5, 3), (10, 10, 1), (10.001, 10, 2), (0.1, 5, 1), (3 * 0.1, 0.1, 3)]
-)
-def test_replicas_are_whole_and_enough(rate: float, goodput: float, wanted: int) -> None:
-    assert replicas(rate, goodput) == wanted
-
-
 # Candidates and their memory.
-
-
-def test_a_stage_s_gpus_share_a_machine_and_stages_are_as_many_as_layers_and_machines_allow() -> None:
-    assert degrees(gpus(1, 8)) == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert degrees(cpus(1, 8)) == [1, 2, 4, 8] and degrees(cpus(1, 6)) == [1, 2, 3, 4, 6]
-    found = candidates(gpus(2, 4), 5, Role.PREFILL)
-    most = {tp: max(each.pp for each in found if each.tp == tp) for tp in (1, 2, 3, 4)}
-    assert most == {1: 5, 2: 4, 3: 2, 4: 2} and len(found) == len(set(found)) == 13
-    # Two stages of 4 GPUs in machines of 6: one in each.
-    assert max(each.pp for each in candidates(gpus(2, 6), 99, Role.PREFILL) if each.tp == 4) == 2
-
-
-def test_the_number_of_candidates_grows_with_machines_and_their_gpus_as_in_the_paper() -> None:
-    nodes, each = 4, 8
-    for role in Role:
-        assert 2 * len(candidates(gpus(nodes, each), 96, role)) <= nodes * each**2
-    assert len(pairs(gpus(nodes, each, fast=False), 96)) <= nodes * each**2
-
-
-def test_segments_of_a_pair_have_equal_stages_and_share_a_machine() -> None:
-    found = pairs(gpus(3, 4), 5)
-    assert all(each.prefill.pp == each.decode.pp and each.prefill.tp + each.decode.tp <= 4 for each in found)
-    shapes = {(each.prefill.tp, each.decode.tp, each.pp) for each in found}
-    # Two stages of 1 + 1 GPUs fit into a machine of 4, one of up to 2 + 2 or 1 + 3.
-    assert shapes == {
-        (first, second, pp)
-        for first, second, most in [(1, 1, 5), (1, 2, 3), (2, 1, 3), (2, 2, 3), (1, 3, 3), (3, 1, 3)]
-        for pp in range(1, most + 1)
-    }
-    with pytest.raises(AssertionError, match="different layers"):
-        Pair(Candidate(Role.PREFILL, 1, 2), Candidate(Role.DECODE, 1, 1))
-
-
-def test_an_instance_needs_room_for_its_weights_and_the_longest_request() -> None:
-    """OPT-66B in 16 bits, 2048 tokens: 132 GB and 4.5 GiB on GPUs of 80 GB."""
-    needs = Needs(num_layers=64, weight_bytes=132 * GB, request_bytes=4.5 * GIB)
-    cluster = gpus(1, 8)
-    fitting = {(each.tp, each.pp) for each in candidates(cluster, 64, Role.DECODE) if not needs.lack(each, cluster)}
-    assert (1, 1) not in fitting and {(2, 1), (1, 2)} < fitting
-    assert needs.lack(Candidate(Role.DECODE), cluster) == (
-        "127.4GiB are needed (122.9GiB of weights, 4.5GiB for the longest request), and a GPU has 74.51GiB"
-    )
-    # 66 GB and 4.83 GB / 2 of 68.4159 GB: the memory must be more than what is needed.
-    needed = 66 * GB + 2.25 * GIB
-    assert needs.lack(Candidate(Role.DECODE, 2), gpus(1, 8, int(needed)))
-    assert not needs.lack(Candidate(Role.DECODE, 2), gpus(1, 8, int(needed) + 1))
-    more = dataclasses.replace(needs, fixed_bytes=0.5 * GIB)
-    assert "512MiB beside them" in str(more.lack(Candidate(Role.DECODE, 2), gpus(1, 8, int(needed) + 1)))
-
-
-def test_the_largest_stage_decides_and_few_cache_heads_are_copied() -> None:
-    needs = Needs(num_layers=4, weight_bytes=40.0, request_bytes=80.0, num_heads=8, num_kv_heads=2)
-    uneven = Candidate(Role.MIXED, 1, 3)  # stages of 2, 1 and 1 layers
-    assert needs.lack(uneven, gpus(1, 4, 60)) and not needs.lack(uneven, gpus(1, 4, 61))
-    copied = Candidate(Role.MIXED, 4)  # 10 of weights, and half of the cache
-    assert needs.lack(copied, gpus(1, 4, 50)) and not needs.lack(copied, gpus(1, 4, 51))
-    assert needs.lack(Candidate(Role.MIXED, 3), gpus(1, 6)) == "8 heads cannot be divided among 3 GPUs"
-    pair = Pair(Candidate(Role.PREFILL, 4), Candidate(Role.DECODE, 3))
-    assert needs.lack(pair, gpus(1, 8)) and not needs.divides(pair)
 
 
 def test_what_does_not_fit_is_not_tried() -> None:
@@ -429,19 +360,6 @@ def test_options_are_tried_by_decreasing_bound_and_every_other_one_has_a_reason(
                 assert sum(each.why is Why.BOUND for each in placement.rejected) + len(case.calls) == sum(
                     each.why is not Why.UNFIT for each in placement.rejected
                 ) + len(roles)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "slots", "first", "second"), [(2, 6, 4, 3), (3, 4, 3, 1), (2, 5, 2, 3), (1, 8, 3, 2)]
-)
-def test_the_room_for_two_sizes_of_stages_is_exact(nodes: int, slots: int, first: int, second: int) -> None:
-    found = room_beside(nodes, slots, first, second)
-    for count in range(nodes * (slots // first) + 2):
-        exact = [
-            others for others in range(nodes * slots + 1)
-            if room([slots] * nodes, sorted([first] * count + [second] * others, reverse=True))
-        ]  # fmt: skip
-        assert (count < len(found)) == bool(exact) and (not exact or found[count] == max(exact))
 
 
 # Reasons, bounds and time.
@@ -685,167 +603,5 @@ def test_the_caller_s_settings_are_part_of_the_instances() -> None:
 
 # The cluster file.
 
-GPU_FILE = """
-[nodes]
-count = 4
-gpus = 8
-gpu_memory = "80GB"
-device = "a100-80g"
-[network]
-inside = "300GB"
-between = "3.125GB"
-"""
-
-
-def test_a_cluster_file_has_the_machines_of_the_paper(tmp_path: Path) -> None:
-    file = tmp_path / "cluster.toml"
-    file.write_text(GPU_FILE)
-    cluster = read_cluster(file)
-    assert (cluster.num_units, cluster.unit, cluster.slot_memory, cluster.is_fast) == (32, "GPU", 80 * GB, False)
-    assert (cluster.network.between, cluster.network.inside) == (25 * GB // 8, 300 * GB)
-    file.write_text(GPU_FILE + "fast = true\n")
-    assert read_cluster(file).is_fast
-    file.write_text('[nodes]\ncores = 16\nmemory = "64GiB"\n')
-    cluster = read_cluster(file)
-    assert (cluster.num_units, cluster.slots, cluster.unit, cluster.slot_memory) == (1, 16, "machine", 4 * GIB)
-    assert cluster.is_fast, "nothing leaves a single machine"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("nodes = ", "cannot read the configuration file"),
-        ("[node]\ncount = 2", "unknown section [node] in"),
-        ("[[nodes]]\ncount = 2", "'nodes' in"),
-        ("[nodes]\ngpu = 8", "did you mean nodes.gpus?"),
-        ("[nodes]\ncount = 0", "nodes.count is 0; it must be a whole number of at least 1"),
-        ("[nodes]\ncount = 2", "nodes.gpus is 0 and nodes.cores is missing: set one of them"),
-        ("[nodes]\ngpus = 8", "nodes.gpus is 8: set nodes.gpu_memory"),
-        ("[nodes]\ngpus = 8\ngpu_memory = 'much'", "nodes.gpu_memory is 'much'; it must be a size such as"),
-        ("[nodes]\ngpus = 8\ngpu_memory = '80GB'\ncores = 4", "nodes.cores is for machines without GPUs"),
-        ("[nodes]\ncores = 5000\nmemory = '8GB'", "nodes.cores is 5000; it must be at most 4,096"),
-        ("[nodes]\ncount = 20000\ngpus = 8", "nodes.count is 20000; it must be at most 10,000"),
-        ("[nodes]\ncores = 8", "nodes.cores is 8: set nodes.memory"),
-        ("[nodes]\ncores = 8\nmemory = '8GB'\ndevice = 'a100'", "nodes.device is for GPUs, and nodes.gpus is 0"),
-        ("[nodes]\ncount = 2\ncores = 8\nmemory = '8GB'", "nodes.count is 2: set network.between"),
-        ("[nodes]\ncores = 8\nmemory = '8GB'\n[network]\nbetween = '1GB'", "network.between is for several machines"),
-        (GPU_FILE.replace("3.125GB", "0"), "network.between is 0; it must be bytes per second above 0"),
-    ],
-)
-def test_a_bad_cluster_file_is_refused_with_the_key_and_the_way_out(text: str, message: str, tmp_path: Path) -> None:
-    file = tmp_path / "cluster.toml"
-    file.write_text(text)
-    with pytest.raises(ConfigError) as error:
-        read_cluster(file)
-    assert message in str(error.value) and str(file) in str(error.value) and "\n" not in str(error.value)
-
 
 # The placement file.
-
-
-def planned() -> Placement:
-    needs = dataclasses.replace(SMALL, num_layers=2)
-    placement = place_apart(
-        Search(gpus(1, 4), needs, rates(MOTIVATION), rate=10.0, options_of=lambda candidate: {"cache.memory": "1GiB"})
-    )
-    slo = {"ttft": 0.25, "tpot": 0.1, "attainment": 0.9}
-    return dataclasses.replace(placement, workload={"name": "chat", "rate": 10.0}, slo=slo)
-
-
-def test_a_placement_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    placement, file = planned(), tmp_path / "placement.json"
-    placement.write(file)
-    found = read_placement(file)
-    for name in ("instances", "predicted", "workload", "slo"):
-        assert getattr(found, name) == getattr(placement, name)
-    assert found.to_json() == placement.to_json()
-    assert found.count(Role.PREFILL) == 2 and found.count(Role.MIXED) == 0
-    rejected = found.made["rejected"]
-    assert len(rejected) == len(placement.rejected) > 0 and rejected[0]["option"] == str(placement.rejected[0].option)
-    assert found.made["algorithm"] == "apart"
-
-
-def test_the_format_of_a_placement_file(tmp_path: Path) -> None:
-    fields = {
-        "version": 1,
-        "instances": [
-            {"role": "prefill", "count": 1, "tp": 1, "pp": 1,
-             "options": {"scheduler.token_budget": 512, "cache.memory": "1GiB", "runtime.threads": 1}},
-            {"role": "decode", "count": 1},
-        ],
-        "predicted": {"rate": 2.0, "cost": 2.0, "unit": "machine", "rate_per_unit": 1.0, "attainment": 0.93},
-    }  # fmt: skip
-    file = tmp_path / "placement.json"
-    file.write_text(json.dumps(fields))
-    placement = read_placement(file)
-    assert placement.instances[0].options["scheduler.token_budget"] == 512
-    assert placement.instances[1] == Instances("decode", 1) and placement.predicted.fits
-    written = json.loads(placement.to_json())
-    assert list(written) == ["version", "instances", "predicted", "workload", "slo", "made"]
-    assert written["instances"][0] == fields["instances"][0]
-
-
-def edited(path: str, value: Any) -> str:
-    """The text of a placement file with another value at a path; without the field if the value is Ellipsis."""
-    fields = json.loads(planned().to_json())
-    *way, last = [int(part) if part.isdecimal() else part for part in path.split("/")]
-    inner = fields
-    for part in way:
-        inner = inner[part]
-    if value is ...:
-        del inner[last]
-    else:
-        inner[last] = value
-    return json.dumps(fields)
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        ("version", 2, "not a placement of version 1; quire plan placement makes one"),
-        ("extra", 1, "unknown field 'extra'"),
-        ("instances", [], "instances is empty"),
-        ("instances", {}, "instances is {}; it must be a list"),
-        ("instances/0", 3, "instances[0] is 3; it must be an object"),
-        ("instances/0/role", "both", "instances[0]: role is 'both'; it must be prefill, decode, mixed"),
-        ("instances/0/count", 0, "instances[0]: count is 0; it must be at least 1"),
-        ("instances/0/count", 1.5, "instances[0].count is 1.5; it must be a whole number"),
-        ("instances/0/tp", True, "instances[0].tp is True; it must be a whole number"),
-        ("instances/0/count", ..., "instances[0].count is missing"),
-        ("instances/0/cores", 1, "unknown field 'instances[0].cores'"),
-        ("instances/0/options", {"cache.memry": "1GiB"}, "did you mean cache.memory?"),
-        ("instances/0/options", {"cache.memory": "x"}, "cache.memory is 'x'; it must be a size"),
-        ("instances/0/options", {"cache.memory": [1]}, "instances[0].options.cache.memory is [1]"),
-        ("instances/1/role", "prefill", "instances have the role prefill alone"),
-        ("instances/0/role", "decode", "instances have the role decode alone"),
-        ("predicted/rate", ..., "predicted.rate is missing"),
-        ("predicted/rate", 0, "predicted: rate is 0; it must be a number above 0"),
-        ("predicted/attainment", 1.5, "predicted: attainment is 1.5; it must be a share"),
-        ("predicted/unit", 3, "predicted.unit is 3; it must be a text"),
-        ("slo/ttft", -1, "slo.ttft is -1; it must be a number of at least 0"),
-        ("slo/ttfb", 1, "unknown field 'slo.ttfb'; the fields are ttft, tpot, attainment"),
-        ("slo/ttft", "fast", "slo.ttft is 'fast'; it must be"),
-        ("workload", 3, "workload is 3; it must be an object"),
-        ("made", None, "made is None; it must be an object"),
-        ("predicted/rate", float("inf"), "Infinity is no number"),
-    ],
-)
-def test_a_bad_placement_file_is_refused_with_the_field(path: str, value: Any, message: str, tmp_path: Path) -> None:
-    file = tmp_path / "placement.json"
-    file.write_text(edited(path, value))
-    with pytest.raises(ConfigError) as error:
-        read_placement(file)
-    assert message in str(error.value) and str(error.value).startswith(f"placement {file}: ")
-
-
-def test_a_placement_file_that_cannot_be_read_or_written_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a file that can be read"):
-        read_placement(tmp_path / "none.json")
-    (tmp_path / "text.json").write_text("{")
-    with pytest.raises(ConfigError, match="not a file that can be read"):
-        read_placement(tmp_path / "text.json")
-    (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(ConfigError, match="not a placement of version 1"):
-        read_placement(tmp_path / "list.json")
-    with pytest.raises(ConfigError, match="cannot write the placement"):
-        planned().write(tmp_path / "no folder" / "placement.json")

@@ -14,10 +14,10 @@ from quire.cluster.stages import Stages, StageTimes
 from quire.errors import ConfigError, EngineStoppedError, InstancesFailedError, ModelError, RequestError
 from quire.server import shapes
 from quire.server.cluster_schema import RoleRequest
+from tests.cli.test_tree import served
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import TEXT, RawCall, application, client, error_of, events
-from tests.server.test_document import check
-from tests.server.test_inspect_tree import served
+from tests.server.test_shapes import check
 
 pytestmark = pytest.mark.anyio
 

@@ -146,35 +146,41 @@ async def real_client(folder):
 
 
 async def test_answers_are_parsed_as_the_class_that_was_asked_for(folder, seed):
-    asked = {"messages": [{"role": "user", "content": "A pet."}], "response_format": Pet, "seed": seed}
+    arguments = {"messages": [{"role": "user", "content": "A pet."}], "response_format": Pet, "seed": seed}
     async with real_client(folder) as (api, model):
-        answer = await api.chat.completions.parse(model=model, **asked, temperature=1)
+        answer = await api.chat.completions.parse(model=model, **arguments, temperature=1)
         pet = answer.choices[0].message.parsed
         assert isinstance(pet, Pet)
-        async with api.chat.completions.stream(model=model, **asked, temperature=1) as stream:
+        async with api.chat.completions.stream(model=model, **arguments, temperature=1) as stream:
             kinds = {event.type async for event in stream}
             final = await stream.get_final_completion()
         assert final.choices[0].message.parsed == pet and {"content.delta", "content.done"} <= kinds
 
 
 async def test_arguments_are_parsed_as_the_class_of_the_tool(folder, seed):
-    asked = {"messages": [{"role": "user", "content": "A pet."}], "tools": [openai.pydantic_function_tool(Adopt)]}
-    asked |= {"tool_choice": "required", "parallel_tool_calls": False, "seed": seed, "temperature": 1}
+    arguments = {"messages": [{"role": "user", "content": "A pet."}], "tools": [openai.pydantic_function_tool(Adopt)]}
+    arguments |= {"tool_choice": "required", "parallel_tool_calls": False, "seed": seed, "temperature": 1}
     async with real_client(folder) as (api, model):
-        answer = await api.chat.completions.parse(model=model, **asked)
+        answer = await api.chat.completions.parse(model=model, **arguments)
         (call,) = answer.choices[0].message.tool_calls
         assert isinstance(call.function.parsed_arguments, Adopt)
-        async with api.chat.completions.stream(model=model, **asked) as stream:
+        async with api.chat.completions.stream(model=model, **arguments) as stream:
             parsed = [event async for event in stream if event.type == "tool_calls.function.arguments.done"]
         assert [event.parsed_arguments for event in parsed] == [call.function.parsed_arguments]
 
 
 async def test_responses_are_parsed_whole_and_streamed(folder, seed):
     async with real_client(folder) as (api, model):
-        asked = {"model": model, "input": "A pet.", "text_format": Pet, "temperature": 1, "extra_body": {"seed": seed}}
-        whole = await api.responses.parse(**asked)
+        arguments = {
+            "model": model,
+            "input": "A pet.",
+            "text_format": Pet,
+            "temperature": 1,
+            "extra_body": {"seed": seed},
+        }
+        whole = await api.responses.parse(**arguments)
         assert isinstance(whole.output_parsed, Pet)
-        async with api.responses.stream(**asked) as stream:
+        async with api.responses.stream(**arguments) as stream:
             text = "".join([event.delta async for event in stream if event.type == "response.output_text.delta"])
             final = await stream.get_final_response()
         assert final.output_parsed == whole.output_parsed == Pet.model_validate_json(text)

@@ -11,7 +11,7 @@ from quire.server.chat_schema import read_arguments
 from quire.server.responses_schema import ResponsesRequest
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import OPTIONS, client, error_of, named_events, openai_client, real_server, turns
-from tests.server.test_tools import SCHEMAS, TEMPLATES
+from tests.server.test_tooling import SCHEMAS, TEMPLATES
 from tests.tiny_models import save_tiny
 
 pytestmark = pytest.mark.anyio

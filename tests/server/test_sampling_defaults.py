@@ -26,7 +26,7 @@ class Advised(FakeEngine):
             yield item
 
 
-async def asked(path, body, **settings):
+async def engine_params(path, body, **settings):
     """The parameters with which the engine was asked."""
     engine = Advised()
     async with client(engine, **settings) as http:
@@ -39,27 +39,27 @@ async def asked(path, body, **settings):
 @pytest.mark.parametrize("nulls", [False, True], ids=["left out", "null"])
 @pytest.mark.parametrize("path, body", [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
 async def test_what_a_request_leaves_out_or_null_is_the_models_default(path, body, nulls):
-    params = await asked(path, body | dict.fromkeys(NAMES) if nulls else body)
+    params = await engine_params(path, body | dict.fromkeys(NAMES) if nulls else body)
     assert {name: getattr(params, name) for name in NAMES} == {name: ADVICE[name] for name in NAMES}
 
 
 @pytest.mark.parametrize("path, body", [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
 async def test_what_a_request_gives_wins(path, body):
     given = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 3}
-    params = await asked(path, body | given)
+    params = await engine_params(path, body | given)
     assert {name: getattr(params, name) for name in given} == given
 
 
 async def test_the_makers_length_is_a_chats_default_and_no_limit():
-    assert (await asked("/v1/chat/completions", CHAT)).max_tokens == 9
-    assert (await asked("/v1/chat/completions", CHAT | {"max_completion_tokens": 50})).max_tokens == 50
-    assert (await asked("/v1/chat/completions", CHAT | {"min_tokens": 12})).max_tokens == 12
-    assert (await asked("/v1/chat/completions", CHAT, max_output_tokens=4)).max_tokens == 4
-    assert (await asked("/v1/completions", TEXT)).max_tokens == 16
+    assert (await engine_params("/v1/chat/completions", CHAT)).max_tokens == 9
+    assert (await engine_params("/v1/chat/completions", CHAT | {"max_completion_tokens": 50})).max_tokens == 50
+    assert (await engine_params("/v1/chat/completions", CHAT | {"min_tokens": 12})).max_tokens == 12
+    assert (await engine_params("/v1/chat/completions", CHAT, max_output_tokens=4)).max_tokens == 4
+    assert (await engine_params("/v1/completions", TEXT)).max_tokens == 16
 
 
 async def test_openai_turns_the_models_defaults_off():
-    params = await asked("/v1/chat/completions", CHAT, sampling_defaults="openai")
+    params = await engine_params("/v1/chat/completions", CHAT, sampling_defaults="openai")
     assert [getattr(params, name) for name in NAMES] == [1.0, 1.0, -1, 0.0, 1.0]
     assert params.max_tokens > 1000
 

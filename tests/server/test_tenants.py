@@ -27,22 +27,23 @@ SALTS = st.none() | st.text(st.characters(exclude_categories=["Cs"]), max_size=M
 
 
 @pytest.mark.parametrize(
-    "asked", [None, "", "/", f"{B}", f"{B}/", f"/{B}/", f"../{B}/", f"{B}/\x00", f"\x00{B}/", quote(f"{B}/"), "x" * 256]
+    "cache_salt",
+    [None, "", "/", f"{B}", f"{B}/", f"/{B}/", f"../{B}/", f"{B}/\x00", f"\x00{B}/", quote(f"{B}/"), "x" * 256],
 )
-def test_no_salt_is_another_tenants(asked):
-    _check_apart(asked)
+def test_no_salt_is_another_tenants(cache_salt):
+    _check_apart(cache_salt)
 
 
 @given(SALTS)
-def test_no_salt_at_all_is_another_tenants(asked):
-    _check_apart(asked)
+def test_no_salt_at_all_is_another_tenants(cache_salt):
+    _check_apart(cache_salt)
 
 
-def _check_apart(asked):
+def _check_apart(cache_salt):
     tenants = Tenants([A, B])
-    salt = tenants.salt(A, asked)
+    salt = tenants.salt(A, cache_salt)
     assert tenants.visible_salts(A)(salt) and not tenants.visible_salts(B)(salt)
-    assert salt != tenants.salt(B, asked) and salt not in tenants.salts[1:]
+    assert salt != tenants.salt(B, cache_salt) and salt not in tenants.salts[1:]
     assert len(salt) <= MAX_SALT_CHARS
 
 
@@ -87,14 +88,14 @@ async def test_the_prompt_carries_what_is_asked_of_the_cache(path, body, tmp_pat
         async with client(engine, **settings) as http:
             on_disk = {"cache_pin": {"tier": "disk", "seconds": 60}, "cache_priority": -100}
             pins = ({"cache_pin": True}, {"cache_pin": 2.5}, {"cache_pin": False}, {"cache_pin": {"tier": "arena"}})
-            for asked in ({}, {"cache_salt": "s"}, *pins, on_disk, {"cache_priority": 0, "cache_lifetime": 0}):
-                answer = await http.post(path, json=body | asked | {"max_tokens": 1}, headers=headers)
+            for fields in ({}, {"cache_salt": "s"}, *pins, on_disk, {"cache_priority": 0, "cache_lifetime": 0}):
+                answer = await http.post(path, json=body | fields | {"max_tokens": 1}, headers=headers)
                 assert answer.status_code == 200, answer.text
                 prompt = engine.prompts[-1]
-                assert prompt["cache_salt"] == tenants.salt(name, asked.get("cache_salt"))
-                assert prompt.get("cache_pin") is asked.get("cache_pin") or prompt["cache_pin"] == asked["cache_pin"]
+                assert prompt["cache_salt"] == tenants.salt(name, fields.get("cache_salt"))
+                assert prompt.get("cache_pin") is fields.get("cache_pin") or prompt["cache_pin"] == fields["cache_pin"]
                 told = {name: value for name, value in prompt.items() if name.startswith("cache_")}
-                assert told == asked | {"cache_salt": prompt["cache_salt"]}
+                assert told == fields | {"cache_salt": prompt["cache_salt"]}
 
 
 async def cached(http, key=None, **hints):
@@ -109,8 +110,8 @@ async def test_a_prefix_is_found_under_its_key_alone(folder):
     async with real_server(folder, keys=KEYS) as (_, _, http):
         assert await cached(http, "key-of-a") == 0
         assert await cached(http, "key-of-a") == FOUND
-        for asked in (None, "", f"{A}/", f"{A}", f"/../{A}/", f"{A}/\x00"):
-            assert await cached(http, "key-of-b", cache_salt=asked) in ((0,) if asked else (0, FOUND))
+        for salt in (None, "", f"{A}/", f"{A}", f"/../{A}/", f"{A}/\x00"):
+            assert await cached(http, "key-of-b", cache_salt=salt) in ((0,) if salt else (0, FOUND))
         assert await cached(http, "key-of-b") == FOUND
 
 

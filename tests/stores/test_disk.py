@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import random
-import shutil
 import threading
 import time
 import zlib
@@ -20,7 +19,7 @@ import pytest
 
 from quire.cache.run import Run
 from quire.errors import ConfigError
-from quire.stores import disk, disk_writer, writer_folder
+from quire.stores import disk, writer_folder
 from quire.stores.direct import DirectFile
 from quire.stores.disk import DiskStore
 from quire.stores.folder import writer_bytes
@@ -249,80 +248,6 @@ def test_full_staging_memory_wants_nothing(make: Make, monkeypatch: Any) -> None
     store.check()
 
 
-def test_the_cap_holds_and_the_least_recently_used_files_go_first(make: Make, tmp_path: Path) -> None:
-    clock = Clock()
-    store = make(clock=clock)
-    fakes = [FakeRun(n, 2, 1_000_000) for n in range(40)]
-    for number, fake in enumerate(fakes):
-        clock.now += 1
-        put(store, fake)
-        if number:
-            assert store.wants(fakes[0].names) == [False, False], "the first run is used all the time"
-        assert store.flush(10)
-        assert disk_usage(tmp_path / "store") <= CAP
-    store.check()
-    kept = [number for number, fake in enumerate(fakes) if holds(store, fake)]
-    assert kept[0] == 0 and kept[1:] == list(range(40 - len(kept) + 1, 40)) and 10 < len(kept) < 25
-    assert store.stats()["num_collected"] > 10
-
-
-def test_pinned_files_go_last_and_at_most_half_may_be_pinned(make: Make) -> None:
-    clock = Clock()
-    store = make(clock=clock)
-    fakes = [FakeRun(n, 2, 1_000_000) for n in range(40)]
-    put(store, fakes[0], fakes[1])
-    assert store.flush(10) and store.pin(fakes[0].names, clock.now + 1e6)
-    assert not store.pin([b"z" * 16], clock.now + 1e6)
-    for fake in fakes[2:]:
-        clock.now += 1
-        put(store, fake)
-        assert store.flush(10)
-    assert holds(store, fakes[0]) and not holds(store, fakes[2])
-    (pinned,) = [stored for stored in store.stored() if stored.pinned_until]
-    assert pinned.names == fakes[0].names and pinned.pinned_until == clock.now - 38 + 1e6
-    num_pinned = sum(store.pin(fake.names, clock.now + 1e6) for fake in fakes if store.find(fake.names[0]))
-    assert 2 <= num_pinned <= 10
-    store.close()
-    again = make(clock=clock)
-    for number in range(40, 60):
-        put(again, FakeRun(number, 2, 1_000_000))
-        assert again.flush(10)
-    assert holds(again, fakes[0]), "pins survive a restart"
-    again.unpin([*fakes[0].names, *fakes[1].names])  # they share a file
-    for number in range(60, 80):
-        clock.now += 1
-        put(again, FakeRun(number, 2, 1_000_000))
-        assert again.flush(10)
-    assert not holds(again, fakes[0])
-
-
-def test_runs_of_other_models_are_not_found_and_are_collected_last(make: Make) -> None:
-    clock = Clock()
-    other = replace(NAMESPACE, model="other", salt="s")
-    first = make(namespace=other, clock=clock)
-    theirs = [FakeRun(n, 2, 1_000_000, namespace=other) for n in range(5)]
-    put(first, *theirs)
-    first.close()
-    clock.now += 10
-    store = make(clock=clock)
-    assert not any(store.find(fake.names[0]) for fake in theirs)
-    assert {(s.is_own_namespace, s.salt) for s in store.stored()} == {(False, "s")}
-    assert store.stored(lambda salt: salt != "s") == []
-    put(store, theirs[0])
-    assert store.stats()["num_refused"] == 1
-    for n in range(100, 130):
-        clock.now += 1
-        put(store, FakeRun(n, 2, 1_000_000))
-        assert store.flush(10)
-    assert len([s for s in store.stored() if not s.is_own_namespace]) == 5, "own files go first"
-    clock.now += 8 * 24 * 3600
-    for n in range(200, 205):
-        put(store, FakeRun(n, 2, 1_000_000))
-        assert store.flush(10)
-    assert len([s for s in store.stored() if not s.is_own_namespace]) < 5, "unused for a week they go first"
-    store.check()
-
-
 def test_runs_unused_for_their_lifetime_are_not_found_and_their_files_go(make: Make) -> None:
     clock = Clock()
     store = make(clock=clock, lifetime=100.0)
@@ -422,55 +347,6 @@ def test_measuring_takes_free_room_alone(make: Make, tmp_path: Path, monkeypatch
     assert [path.name for path in (tmp_path / "store").iterdir()] == ["v1"]
 
 
-def test_a_disk_that_is_full_turns_writing_off_with_one_warning(make: Make, monkeypatch: Any, caplog: Any) -> None:
-    clock = Clock()
-    store = make(clock=clock)
-    put(store, FakeRun(1))
-    assert store.flush(5)
-    real = DirectFile.write
-
-    def full(self: DirectFile, *args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(DirectFile, "write", full)
-    put(store, FakeRun(2), FakeRun(3))
-    assert not store.flush(5)
-    assert store.wants([b"a" * 16]) == [False] and not store.stats()["is_on"]
-    assert "No space left on device" in str(store.stats()["reason"])
-    put(store, FakeRun(4))
-    assert (
-        holds(store, FakeRun(1)) and store.find(FakeRun(2).names[0]) is None and store.find(FakeRun(4).names[0]) is None
-    )
-    for seconds in (31, 61, 121):
-        clock.now += seconds
-        put(store, FakeRun(5))
-        assert not store.flush(5)
-        assert store.wants([b"a" * 16]) == [False]
-    assert len(warnings_of(caplog)) == 1 and "No space left" in caplog.text
-    monkeypatch.setattr(DirectFile, "write", real)
-    clock.now += 241
-    put(store, FakeRun(6))
-    assert store.flush(5) and holds(store, FakeRun(6))
-    assert len(warnings_of(caplog)) == 2 and "works again" in warnings_of(caplog)[-1]
-    store.check()
-
-
-def test_a_removed_folder_turns_writing_off_until_it_can_be_made_again(make: Make, tmp_path: Path, caplog: Any) -> None:
-    clock = Clock()
-    store = make(clock=clock)
-    put(store, FakeRun(1))
-    assert store.flush(5)
-    (tmp_path / "store").rename(tmp_path / "moved")
-    put(store, FakeRun(2))
-    assert not store.flush(5) and not store.stats()["is_on"]
-    assert not holds(store, FakeRun(2)) and not holds(store, FakeRun(1))
-    clock.now += 31
-    put(store, FakeRun(3))
-    assert store.flush(5) and holds(store, FakeRun(3))
-    assert (tmp_path / "store" / "v1" / "0").is_dir() and "works again" in caplog.text
-    store.check()
-
-
 def test_failing_reads_turn_the_tier_off_after_eight(make: Make, monkeypatch: Any, caplog: Any) -> None:
     clock = Clock()
     store = make(clock=clock)
@@ -538,54 +414,6 @@ def test_a_read_is_not_failed_for_the_hang_of_the_one_before(make: Make, monkeyp
     reads.stuck_seconds, reads._readers = 5.0, [Reader()]  # type: ignore[list-item]
     wait_until(lambda: bool(failed))
     assert failed == ["hung"]
-
-
-def test_a_writer_with_an_unfinished_file_that_is_off_waits(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(disk_writer, "IDLE_SECONDS", 0.5)
-    store, turns = make(), list[float]()
-    put(store, FakeRun(1))
-    wait_until(lambda: store._writer_folder.has_draft)
-    shutil.rmtree(tmp_path / "store")
-    wait_until(lambda: not store.is_on)
-    assert store._writer_folder.has_draft
-    wait = store._writer._seconds_to_wait
-    monkeypatch.setattr(store._writer, "_seconds_to_wait", lambda: turns.append(wait()) or turns[-1])
-    time.sleep(0.6)
-    assert len(turns) < 10, "it spins"
-
-
-def test_what_is_put_while_the_writer_is_asked_for_something_else_is_flushed(make: Make, monkeypatch: Any) -> None:
-    store, fake = make(), FakeRun(1)
-    entered, goes_on, tick = threading.Event(), threading.Event(), store._writer._tick
-
-    def slow() -> None:
-        entered.set()
-        assert goes_on.wait(10)
-        tick()
-
-    monkeypatch.setattr(store._writer, "_tick", slow)
-    store.unpin([b"x" * 16])
-    assert entered.wait(10)
-    put(store, fake)
-    threading.Timer(0.2, goes_on.set).start()
-    assert store.flush(10)
-    assert not store._writer_folder.has_draft and [stored.names for stored in store.stored()] == [fake.names]
-
-
-def test_closing_a_store_on_a_slow_disk_gives_up_what_is_queued(make: Make, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(disk, "FLUSH_SECONDS", 0.0)
-    real = DirectFile.write
-
-    def slow(*args: Any) -> None:
-        time.sleep(0.3)
-        real(*args)
-
-    monkeypatch.setattr(DirectFile, "write", slow)
-    store = make()
-    put(store, *(FakeRun(n) for n in range(20)))
-    store.close()
-    assert not store._writer._thread.is_alive() and not warnings_of(caplog)
-    assert store._staging.free_bytes == store._staging.num_bytes
 
 
 def test_a_run_is_read_while_its_file_gets_its_name(make: Make, monkeypatch: Any, caplog: Any) -> None:
@@ -842,9 +670,3 @@ def test_modes_are_private_whatever_the_umask(make: Make, tmp_path: Path) -> Non
     assert {"secret", "lock", "index.db", "index.db-wal", "index.db-shm", "1.runs"} <= names
     for path in paths:
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
-
-
-def test_idle_files_are_finished_without_a_flush(make: Make, tmp_path: Path) -> None:
-    store = make()
-    put(store, FakeRun(1))
-    wait_until(lambda: bool(list(tmp_path.rglob("*.runs"))), 3 * disk_writer.IDLE_SECONDS + 1)

@@ -20,7 +20,6 @@ from quire.errors import ConfigError
 from quire.stores import disk_writer
 from quire.stores.disk import DiskStore
 from quire.stores.folder import run_files
-from quire.stores.folder_reader import FolderReader
 from quire.stores.headers import RunHeader, common_digest, encode_run_header
 from quire.stores.index import FileRow, RunIndex
 from quire.stores.signer import ExtentSigner
@@ -453,36 +452,6 @@ def test_what_must_be_removed_by_hand_is_named(tmp_path: Path, opened: Callable[
         opened()
 
 
-def test_damaged_files_and_runs_are_one_warning_each_at_a_start(
-    tmp_path: Path, opened: Callable[[], DiskStore], caplog: Any
-) -> None:
-    store, fakes = opened(), [FakeRun(number) for number in range(6)]
-    for fake in fakes:
-        store.put(fake.run, fake.pack())
-        assert store.flush(5)
-    store.close()
-    subfolder = tmp_path / "store" / "v1" / "0"
-    (subfolder / "1.runs").unlink()
-    for number in (2, 3):
-        os.truncate(subfolder / f"{number}.runs", 4096)
-    reader = FolderReader(tmp_path / "store")
-    assert len(list(reader.runs())) == 3 and [line.split(": ")[0] for line in reader.problems] == [
-        str(subfolder / f"{number}.runs") for number in (2, 3)
-    ]
-    store = opened()
-    (line,) = caplog.messages
-    assert "lost 3 files" in line and f"{subfolder / '1.runs'}: it is gone" in line
-    assert [holds(store, fake) for fake in fakes] == [False] * 3 + [True] * 3
-    store.close()
-    (tmp_path / "store" / "v1" / "secret").write_bytes(os.urandom(32))
-    caplog.clear()
-    store = opened()
-    (line,) = caplog.messages
-    assert "lost 3 runs" in line and "the first in 4.runs: written under another secret" in line
-    assert not list(subfolder.glob("*.runs"))
-    store.check()
-
-
 def test_an_index_without_its_tables_costs_its_runs(tmp_path: Path, opened: Callable[[], DiskStore]) -> None:
     store, fake = opened(), FakeRun(1)
     store.put(fake.run, fake.pack())
@@ -567,39 +536,6 @@ def test_a_full_file_system_loses_runs_and_nothing_else(tmp_path: Path, caplog: 
         for store in stores:
             store.close()
         os.system(f"umount {folder}")
-
-
-def test_a_model_is_cleared_beside_a_damaged_index(tmp_path: Path, opened: Callable[[], DiskStore]) -> None:
-    first, second = two(opened)
-    for store, number in ((first, 1), (second, 2)):
-        store.put(FakeRun(number).run, FakeRun(number).pack())
-        assert store.flush(5)
-        store.close()
-    path = tmp_path / "store" / "v1" / "0" / "index.db"
-    data = bytearray(path.read_bytes())
-    at = len(data) - 4096
-    path.write_bytes(data[:at] + bytes(len(data) - at))
-    reader = FolderReader(tmp_path / "store")
-    freed, live = reader.clear(lambda namespace: True)
-    assert freed > 0 and not live and any(str(path) in problem for problem in reader.problems)
-    assert [number for number, _ in run_files(path.parent)] == [1]
-    assert not list(run_files(path.parent.parent / "1"))
-
-
-def test_files_of_others_that_are_named_as_sub_folders_are_left_alone(
-    tmp_path: Path, opened: Callable[[], DiskStore]
-) -> None:
-    root = tmp_path / "store" / "v1"
-    opened().close()
-    shutil.rmtree(root / "0")
-    for name in ("0", "3"):
-        (root / name).write_text("notes")
-    store, fake = opened(), FakeRun(1)
-    store.put(fake.run, fake.pack())
-    assert store.flush(5) and holds(store, fake) and (root / "1").is_dir()
-    store.check()
-    assert [subfolder.path.name for subfolder in FolderReader(tmp_path / "store").subfolders()] == ["1"]
-    assert (root / "0").read_text() == (root / "3").read_text() == "notes"
 
 
 def test_other_formats_count_and_are_not_touched(tmp_path: Path, opened: Callable[[], DiskStore]) -> None:

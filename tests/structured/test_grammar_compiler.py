@@ -12,31 +12,27 @@ import subprocess
 import sys
 import threading
 import time
-import tracemalloc
 from concurrent.futures import Future
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import pydantic
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.errors import QueueFullError, QuireError, RequestError
+from quire.errors import QueueFullError, RequestError
 from quire.llm import merge_delta
 from quire.models import child
 from quire.models.child import ChildProcess
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import load_tokenizer
 from quire.structured import grammar_compiler as grammars_module
-from quire.structured import grammar_guide, grammar_trial, schemas
+from quire.structured import grammar_trial
 from quire.structured.grammar_compiler import GrammarCompiler
-from quire.structured.grammar_guide import CompiledGrammar, GrammarGuide
-from quire.structured.masks import TOO_COMPLEX
 from quire.structured.params import StructuredOutputsParams
-from tests.engine.test_guides import CACHES, SHAPE
+from tests.engine.test_engine_guides import CACHES, SHAPE
 
 from ..effort import combine, tries
 from ..engines import generate, make_engine
@@ -113,24 +109,6 @@ def test_every_answer_is_what_was_asked_for(llm: LLM, way: str, seed: int) -> No
     assert llm.engine.holds_nothing
 
 
-def test_forced_tokens_take_no_steps_and_change_no_text(llm: LLM, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    params = SamplingParams(max_tokens=120, temperature=1.0, seed=seed, structured_outputs={"json": SCHEMA}, logprobs=1)
-
-    def run() -> tuple[Any, int]:
-        before = llm.stats()["steps"]
-        (answer,) = llm.generate(["x"], params, use_tqdm=False)
-        return answer.outputs[0], llm.stats()["steps"] - before
-
-    drafted, steps = run()
-    propose = GrammarGuide.propose
-    monkeypatch.setattr(GrammarGuide, "propose", lambda self, token_ids, most: propose(self, token_ids, 0))
-    alone, more = run()
-    assert drafted.token_ids == alone.token_ids and drafted.text == alone.text
-    assert [list(each) for each in drafted.logprobs] == [list(each) for each in alone.logprobs]
-    # Names, quotes, colons and commas are known: 34 bytes and as many tokens of this vocabulary.
-    assert len(alone.token_ids) - 3 <= more and steps <= more - 25
-
-
 @pytest.mark.parametrize(
     ("schema", "word"),
     [
@@ -157,28 +135,6 @@ def test_a_prompt_that_ends_inside_a_character_puts_nothing_before_a_form(llm: L
     for cut in (1, 2, 3):
         prompt = {"prompt_token_ids": [*b"Say: ", *"😀".encode()[:cut]]}
         assert llm.generate([prompt], params)[0].outputs[0].text in ("yes", "no")
-
-
-def test_formats_that_are_not_known_mean_nothing(llm: LLM) -> None:
-    """And no other value that happens to have that name is taken for one."""
-    telegram: dict[str, Any] = {"type": "string", "format": "telegram"}
-    schema = {
-        "type": "object",
-        "properties": {
-            "format": telegram,
-            "all": {"type": "array", "items": {"anyOf": [telegram, {"$ref": "#/$defs/word"}]}},
-            "const": {"const": {"format": "telegram"}},
-        },
-        "additionalProperties": telegram,
-        "$defs": {"word": telegram, "date": {"type": "string", "format": "date"}},
-    }
-    before = json.dumps(schema)
-    found: Any = schemas.prepare_schema(schema)
-    assert json.dumps(schema) == before, "the caller's schema has changed"
-    assert json.dumps(found).count("telegram") == 1 and found["properties"]["const"] == schema["properties"]["const"]
-    assert found["$defs"]["date"] == schema["$defs"]["date"] and "format" in found["properties"]
-    llm.engine.grammars.compile(StructuredOutputsParams(json=schema))
-    assert schemas.prepare_schema(False) is False and schemas.prepare_schema(True) == {"x-guidance": schemas.JSON_STYLE}
 
 
 def test_an_id_beside_a_reference_is_refused_by_name_where_drafts_disagree_about_it(llm: LLM) -> None:
@@ -358,86 +314,6 @@ def test_control_characters_can_be_asked_for(llm: LLM, text: str) -> None:
     assert allows(llm, named, json.dumps({text: 1}, ensure_ascii=False))
 
 
-@pytest.mark.parametrize(
-    "control", [{"pattern": r"^\x01$"}, {"const": "\x01"}, {"enum": ["a", ["\x7f"]]}, {"const": {"\x1f": 1}}], ids=str
-)
-def test_a_control_character_is_refused_where_a_listed_name_could_then_come_twice(llm: LLM, control: Any) -> None:
-    """The escape that it needs writes any letter, wherever names are not closed."""
-    open_ones: list[Any] = [
-        {"properties": {"a": {"const": 1}}}, {"patternProperties": {"^a": {"const": 1}}}, {"required": ["a"]},
-        {"properties": {"a": {}}, "patternProperties": {"^b": {}}, "additionalProperties": False},
-        {"dependentRequired": {"a": ["b"]}}, {"not": {"required": ["a"]}},
-    ]  # fmt: skip
-    for each in open_ones:
-        for schema in ({"anyOf": [each, {"items": control}]}, {**each, "allOf": [{"items": control}]}):
-            with pytest.raises(schemas.UnsupportedSchemaError, match="properties: a control character"):
-                schemas.prepare_schema(schema)
-    closed = {"properties": {"a": {"const": 1}}, "additionalProperties": False, "type": "object"}
-    for each in (closed, {"type": "object", "additionalProperties": {"type": "null"}}):
-        schema = {"anyOf": [each, {"type": "array", "items": control}]}
-        llm.engine.grammars.compile(StructuredOutputsParams(json=schema))
-
-
-def test_control_characters_that_are_not_asked_for_refuse_nothing() -> None:
-    for own in (
-        {"description": "\x01"},
-        {"pattern": r"^[^\u0000-\u001f]*$"},
-        {"const": r"\u0001"},
-        {"default": "\x01"},
-    ):
-        found: Any = schemas.prepare_schema({"properties": {"a": {"const": 1}, "b": own}, "type": "object"})
-        assert found["x-guidance"] == schemas.JSON_STYLE
-
-
-def test_what_a_reference_points_to_is_a_schema_wherever_it_stands(llm: LLM) -> None:
-    for schema, word in (({"const": 2**53 + 1}, "const"), ({"type": "object", "minProperties": 2}, "minProperties")):
-        for reference, places in (("#/x", {"x": schema}), ("#/a~1b/0/c%20d", {"a/b": [{"c d": schema}]})):
-            with pytest.raises(RequestError, match=f"{word}: "):
-                llm.engine.grammars.compile(StructuredOutputsParams(json={"$ref": reference, **places}))
-    nowhere = (f"#/x/{'9' * 5000}", "#/x/\u0665", "#/x/7", "#/", "#//", "#/x/0/0", "#/~", "#/%ff", "#/x/-1")
-    for reference in nowhere:
-        with pytest.raises(RequestError, match="cannot be honoured"):
-            llm.engine.grammars.compile(StructuredOutputsParams(json={"$ref": reference, "x": [1]}))
-        schemas.prepare_schema({"$ref": reference, "x": [1]})
-    unknown = {"$ref": "#/components/x", "components": {"x": {"type": "string", "format": "color"}}}
-    assert allows(llm, unknown, '"red"')
-
-
-def test_alternatives_that_are_used_many_times_are_told_apart_in_linear_time() -> None:
-    small, large = (prepare_alternatives(11_000 * part, 2500 * part, 8000 * part) for part in (0.25, 1))
-    assert large < 8 * small, "four times as much takes about four times as long; each with each would take sixteen"
-
-
-def prepare_alternatives(num_members: float, num_discriminators: float, num_references: float) -> float:
-    """Processor seconds, the least of five runs."""
-    big = {"type": "object", "properties": {"k": {"enum": [f"v{number}" for number in range(int(num_members))]}}}
-    tag, each = {"propertyName": "k"}, {"$ref": "#/a"}
-    many = {
-        "a": big,
-        "allOf": [{"oneOf": [each], "discriminator": tag} for _ in range(int(num_discriminators))],
-    }
-    same = {"a": big, "oneOf": [each] * int(num_references), "discriminator": tag}
-    seconds = []
-    for _ in range(5):
-        begun = time.process_time()
-        for schema in (many, same):
-            schemas.prepare_schema(schema)
-        seconds.append(time.process_time() - begun)
-    return min(seconds)
-
-
-def test_long_names_are_not_kept_for_each_schema() -> None:
-    long = {"properties": {"k" * 100_000: {"properties": {f"a{number}": {} for number in range(9000)}}}}
-    tracemalloc.start()
-    schemas.prepare_schema(long)
-    assert tracemalloc.get_traced_memory()[1] < 50 << 20
-    tracemalloc.stop()
-    long["properties"]["k" * 100_000]["properties"]["z"] = {"$id": "a", "$ref": "#"}
-    with pytest.raises(schemas.UnsupportedSchemaError) as refusal:
-        schemas.prepare_schema(long)
-    assert str(refusal.value).endswith("k....properties.z)") and len(str(refusal.value)) < 400
-
-
 def test_a_count_may_be_written_with_a_point(llm: LLM) -> None:
     """To JSON Schema 2.0 is an integer."""
     for word, good, bad in (("minItems", [1, 1], [1]), ("maxItems", [1, 1], [1, 1, 1]), ("minLength", "ab", "a"),
@@ -538,23 +414,6 @@ def test_a_discriminator_that_tells_nothing_apart_helps_nothing(llm: LLM, discri
         schema = {"oneOf": [alternative, each], "discriminator": discriminator}
         with pytest.raises(RequestError, match="cannot be honoured"):
             llm.engine.grammars.compile(StructuredOutputsParams(json=schema))
-
-
-def test_known_formats_are_kept_and_the_library_knows_no_others(llm: LLM) -> None:
-    tokenizer = llm.tokenizer
-    for name, good in FORMATS.items():
-        matcher = llm.engine.grammars.compile(StructuredOutputsParams(json={"type": "string", "format": name}))
-        for text, is_right in ((good, True), ("?", name == "unknown")):
-            copy, ids = matcher.begin(), tokenizer.encode(json.dumps(text), add_special=False)
-            assert (copy.try_consume_tokens(ids) == len(ids) and copy.is_accepting()) == is_right, (name, text)
-    assert FORMATS.keys() == schemas.KNOWN_FORMATS
-
-
-FORMATS = {
-    "date": "2024-02-29", "date-time": "2024-02-29T12:00:00Z", "duration": "P1D", "email": "a@example.org",
-    "hostname": "example.org", "ipv4": "127.0.0.1", "ipv6": "::1", "time": "12:00:00Z", "unknown": "any",
-    "uri": "https://example.org/a", "uuid": "123e4567-e89b-12d3-a456-426614174000",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -939,68 +798,3 @@ def test_what_one_scope_has_used_another_tries_and_compiles_again(monkeypatch: p
     for scope in ("one/", "one/", "two/"):
         assert isinstance(grammars.prepare(bad, scope).exception(), RequestError)
     assert len(tried) == 4
-
-
-HUNGRY = r".*[A-Z].{0,80}"
-"""An expression whose lexer needs some 350 states for a token of random text."""
-
-
-def drawn(grammars: GrammarCompiler, grammar: CompiledGrammar, seed: int, most: int) -> list[int]:
-    """An answer of at most `most` random tokens."""
-    draw, guide, tokens = random.Random(seed), grammars.guide(grammar, 0), list[int]()
-    ends = grammars._eos_token_ids
-    while len(tokens) < most and not (tokens and tokens[-1] in ends):
-        drafts, masks = guide.propose(tokens, 4)
-        tokens += [*drafts, draw.choice(members(masks[-1]))]
-    return tokens
-
-
-def test_an_answer_does_not_end_because_others_have_used_up_the_states(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    wanted = StructuredOutputsParams(regex=HUNGRY)
-    alone = make_grammars()
-    expected = drawn(alone, alone.compile(wanted), seed, 40)
-    monkeypatch.setitem(grammar_guide.LIMITS, "max_lexer_states", 20_000)
-    grammars = make_grammars()
-    held = grammars.compile(wanted)
-    wear_out(held, grammars, seed)
-    assert drawn(grammars, held, seed, 40) == expected
-
-
-def wear_out(grammar: CompiledGrammar, grammars: GrammarCompiler, seed: int) -> None:
-    """Uses up the states of the lexer that copies of a grammar share."""
-    draw, words = random.Random(seed), np.empty(-(-grammars._vocab_size // 32), np.uint32)
-    for _ in range(200):
-        matcher = grammar.begin()
-        while not matcher.is_stopped():
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            if matcher.is_error():
-                assert "too many states" in matcher.get_error()
-                return
-            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-            matcher.consume_token(int(draw.choice(allowed)))
-    pytest.fail("the states suffice")
-
-
-def test_an_answer_that_needs_more_states_than_there_are_goes_on_with_new_ones(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    grammars, wanted = make_grammars(), StructuredOutputsParams(regex=HUNGRY + "z{60}")
-    whole = drawn(grammars, grammars.compile(wanted), seed, 40)
-    assert not grammars._live, "a grammar is freed with the last sequence that it guides"
-    renewed: list[int] = []
-    compiled = CompiledGrammar.compiled
-    monkeypatch.setattr(grammar_guide, "RENEWAL_TOKENS", 2)
-    monkeypatch.setitem(grammar_guide.LIMITS, "max_lexer_states", 4_000)
-    few = grammars.compile(wanted)
-    monkeypatch.setattr(CompiledGrammar, "compiled", lambda self: (renewed.append(1), compiled(self))[1])
-    assert drawn(grammars, few, seed, 40) == whole
-    assert len(renewed) > 1 or len(whole) < 40
-
-
-def test_what_needs_too_many_states_at_once_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(grammar_guide.LIMITS, "max_lexer_states", 500)
-    grammars = make_grammars()
-    with pytest.raises(QuireError, match=f"{TOO_COMPLEX}: the expressions in it need too many states"):
-        drawn(grammars, grammars.compile(StructuredOutputsParams(regex=HUNGRY)), 1, 100)

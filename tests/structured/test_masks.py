@@ -37,7 +37,7 @@ class Matcher:
         return self.error
 
 
-def asked(masks: MaskExecutor, matchers: list[Matcher]) -> list[Any]:
+def started(masks: MaskExecutor, matchers: list[Matcher]) -> list[Any]:
     return [masks.submit(matcher) for matcher in matchers]  # type: ignore[arg-type]
 
 
@@ -45,7 +45,7 @@ def test_masks_are_computed_together_when_the_first_is_needed() -> None:
     """On all threads: each matcher waits until two others are being computed."""
     masks, meets = MaskExecutor(WORDS, 3, begins_early=False), threading.Barrier(3)
     matchers = [Matcher(number, meets=meets) for number in range(6)]
-    pending = asked(masks, matchers)
+    pending = started(masks, matchers)
     assert not any(matcher.thread for matcher in matchers)
     assert [mask().tolist() for mask in pending] == [[number] * WORDS for number in range(6)]
     names = {str(matcher.thread) for matcher in matchers}
@@ -58,14 +58,14 @@ def test_one_mask_or_one_thread_needs_no_other_thread() -> None:
     for num_threads, count in ((8, 1), (1, 5)):
         masks = MaskExecutor(WORDS, num_threads, begins_early=False)
         matchers = [Matcher(number) for number in range(count)]
-        asked(masks, matchers)[0]()
+        started(masks, matchers)[0]()
         assert {matcher.thread for matcher in matchers} == {threading.current_thread().name}
         assert masks._pool is None
 
 
 def test_beside_an_accelerator_masks_begin_when_asked_for() -> None:
     meets = threading.Barrier(3)
-    pending = asked(
+    pending = started(
         MaskExecutor(WORDS, 2, begins_early=True), matchers := [Matcher(number, meets=meets) for number in (1, 2)]
     )
     meets.wait(10)  # both are being computed, and nobody has waited for one
@@ -77,7 +77,7 @@ def test_beside_an_accelerator_masks_begin_when_asked_for() -> None:
 def test_a_mask_that_is_withdrawn_leaves_its_matcher_free(begins_early: bool) -> None:
     masks, meets = MaskExecutor(WORDS, 1, begins_early=begins_early), threading.Barrier(2)
     first, second, third = Matcher(1, meets=meets if begins_early else None), Matcher(2), Matcher(3)
-    pending = asked(masks, [first, second, third])
+    pending = started(masks, [first, second, third])
     pending[1].cancel()  # it has not begun: the only thread waits
     if begins_early:
         meets.wait(10)
@@ -89,7 +89,7 @@ def test_a_mask_that_is_withdrawn_leaves_its_matcher_free(begins_early: bool) ->
 
 def test_withdrawing_waits_for_a_mask_that_is_being_computed() -> None:
     masks, meets = MaskExecutor(WORDS, 1, begins_early=True), threading.Barrier(2)
-    (mask,) = asked(masks, [matcher := Matcher(1, meets=meets)])
+    (mask,) = started(masks, [matcher := Matcher(1, meets=meets)])
     while matcher.thread is None:
         pass
     ended = threading.Event()
@@ -102,7 +102,7 @@ def test_withdrawing_waits_for_a_mask_that_is_being_computed() -> None:
 def test_a_mask_that_cannot_be_computed_says_why_and_holds_up_no_other() -> None:
     matchers = [Matcher(1, "NoExtensionBias: x\nmore"), Matcher(2, "Too many items\nmore"), Matcher(3), Matcher(4)]
     matchers[3].unsafe_compute_mask_ptr = broken  # type: ignore[method-assign]
-    pending = asked(MaskExecutor(WORDS, 2, begins_early=False), matchers)
+    pending = started(MaskExecutor(WORDS, 2, begins_early=False), matchers)
     with pytest.raises(QuireError, match=f"^{NO_TEXT}$"):
         pending[0]()
     with pytest.raises(QuireError, match=f"^{TOO_COMPLEX}: it can be read in too many ways$"):

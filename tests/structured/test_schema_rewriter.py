@@ -392,7 +392,7 @@ def test_random_definitions_that_refer_to_one_another_take_little_time(seed: int
 
 CAT: Any = {"type": "object", "properties": {"k": {"const": "a"}}}
 DOG: Any = {"type": "object", "properties": {"k": {"const": "b"}}}
-TOLD_APART: Any = {"oneOf": [refers("A"), refers("B")], "discriminator": {"propertyName": "k"}}
+DISCRIMINATED: Any = {"oneOf": [refers("A"), refers("B")], "discriminator": {"propertyName": "k"}}
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ TOLD_APART: Any = {"oneOf": [refers("A"), refers("B")], "discriminator": {"prope
 def test_a_discriminator_changes_no_definition_that_has_other_uses(other: Any) -> None:
     schema = {
         "$defs": {"A": CAT, "B": DOG}, "type": "object", "required": ["q"], "additionalProperties": False,
-        "properties": {"p": TOLD_APART, "q": {"type": "object", "properties": {"k": {"enum": ["a", "b"]}}, **other}},
+        "properties": {"p": DISCRIMINATED, "q": {"type": "object", "properties": {"k": {"enum": ["a", "b"]}}, **other}},
     }  # fmt: skip
     for value in ({}, {"k": "a"}, {"k": "b"}):
         assert allows(schema, json.dumps({"q": value})) == fits(schema, {"q": value}), value
@@ -414,7 +414,7 @@ def test_a_schema_that_a_discriminator_narrows_has_no_opposite() -> None:
     """`{}` fits one of the two here. It would fit none of the narrowed ones."""
     known = {"type": "object", "properties": {"k": {"enum": ["a", "b"]}}}
     schema = {"$defs": {"A": CAT, "B": {**DOG, "required": ["z"]}}, **known}
-    for other in ({"not": TOLD_APART}, {"if": TOLD_APART, "then": False}, {"not": {"anyOf": [TOLD_APART]}}):
+    for other in ({"not": DISCRIMINATED}, {"if": DISCRIMINATED, "then": False}, {"not": {"anyOf": [DISCRIMINATED]}}):
         assert (refusal({**schema, **other}) or "").startswith(("not", "if")), other
 
 
@@ -423,7 +423,7 @@ def test_a_schema_that_a_discriminator_narrows_has_no_opposite() -> None:
     [
         {"$defs": {"a": {"enum": ["y"]}}, "propertyNames": refers("a")},
         {"$defs": {"a": {"required": ["x"]}}, "not": refers("a")},
-        {"$defs": {"A": {**CAT, "title": "x"}, "B": CAT}, **TOLD_APART},
+        {"$defs": {"A": {**CAT, "title": "x"}, "B": CAT}, **DISCRIMINATED},
     ],
     ids=str,
 )  # fmt: skip

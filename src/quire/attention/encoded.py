@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from quire.cache.codecs import CODECS, Codec, load
 from quire.cache.codecs.group import GroupCodec
-from quire.cache.codecs.nuq import BLOCK_PAIRS, NUM_BOOK, NuqCodec
+from quire.cache.codecs.nuq import BLOCK_PAIRS, CODEBOOK_SIZE, NuqCodec
 from quire.cache.codecs.packing import LINE_BYTES
 
 _LINE_WORDS = LINE_BYTES // 4
@@ -26,17 +26,19 @@ class EncodedTables:
     heads        int32 [L, H, HEAD_INTS]: slots, and the offsets of the parts of a page
     pairs        int32 [L, H, 4, HP]: for each pair in stored order, its number, and the offsets of its upper four bits,
                  its two bits and its lowest bit, in words from the page's start; -1 if its width has no such part
-    read_keys    float32 [L, H, 2, HP, 32]: for each pair in stored order, the books of its two channels, by place
-    read_values  float32 [L, H, 32]: the book of values, by place
-    edges, books, weight, value_edges, value_books  float32 [L, H, D, 32], [L, H, D, 32], [L, H, D], [L, H, 32] twice:
-                 by code, to encode with
+    read_keys    float32 [L, H, 2, HP, 32]: for each pair in stored order, the codebooks of its two channels, by place
+    read_values  float32 [L, H, 32]: the codebook of values, by place
+    edges, key_codebooks  float32 [L, H, D, 32] each: by code, to encode keys with
+    weight       float32 [L, H, D], to encode keys with
+    value_edges, value_codebooks  float32 [L, H, 32] each: by code, to encode values with
     key_parts, value_parts  the powers of two in the widths in use: a sum of 4, 2 and 1
     key_slots, value_slots  most slots of a vector
 
-    The place of a code in a book of 32 is `lowest * 16 + upper`: its upper part has four or two bits, and its lowest
-    bit is apart if the width is odd. So kernels need not combine shifted parts, and one book fits all widths.
-    For group codes, which have no tables, all of this is None or 0. If a bias is subtracted from their keys, `books` is
-    this bias, float32 [L, H, D], and so is `read_keys`, float32 [L, H, 2, HP], with the two halves apart.
+    The place of a code in a codebook of 32 is `lowest * 16 + upper`: its upper part has four or two bits, and its
+    lowest bit is apart if the width is odd. So kernels need not combine shifted parts, and one codebook fits all
+    widths. For group codes, which have no tables, all of this is None or 0. If a bias is subtracted from their keys,
+    `key_codebooks` is this bias, float32 [L, H, D], and so is `read_keys`, float32 [L, H, 2, HP], with the two halves
+    apart.
     """
 
     kernel_id: int
@@ -46,10 +48,10 @@ class EncodedTables:
     read_keys: Tensor | None = None
     read_values: Tensor | None = None
     edges: Tensor | None = None
-    books: Tensor | None = None
+    key_codebooks: Tensor | None = None
     weight: Tensor | None = None
     value_edges: Tensor | None = None
-    value_books: Tensor | None = None
+    value_codebooks: Tensor | None = None
     key_parts: int = 0
     value_parts: int = 0
     key_slots: int = 0
@@ -71,7 +73,7 @@ def group_tables(codec: GroupCodec, device: torch.device) -> EncodedTables:
     if codec.key_bias is not None:
         halves = codec.key_bias.unflatten(-1, (2, -1))
         found.read_keys = pad(halves, (0, found.pairs_padded - halves.shape[-1])).contiguous().to(device)
-        found.books = codec.key_bias.to(device)
+        found.key_codebooks = codec.key_bias.to(device)
     return found
 
 
@@ -87,9 +89,9 @@ def nuq_tables(codec: NuqCodec, device: torch.device) -> EncodedTables:
     order = tables.key_order.long()
     ordered = torch.cat((order, order + half), -1)
     # In stored order, with the two channels of every pair apart.
-    books = tables.key_books.gather(-2, ordered[..., None].expand(*ordered.shape, NUM_BOOK))
+    codebooks = tables.key_books.gather(-2, ordered[..., None].expand(*ordered.shape, CODEBOOK_SIZE))
     bits = tables.key_bits.long().repeat_interleave(BLOCK_PAIRS, -1)
-    by_place = _by_place(books, torch.cat((bits, bits), -1)).unflatten(-2, (2, half))
+    by_place = _by_place(codebooks, torch.cat((bits, bits), -1)).unflatten(-2, (2, half))
     # No value exceeds an infinite edge. Stored as zeros, such edges make no NaN when they are scaled; the width says
     # which edges count.
     finite = tables.value_edges.masked_fill(tables.value_edges.isinf(), 0)
@@ -101,10 +103,10 @@ def nuq_tables(codec: NuqCodec, device: torch.device) -> EncodedTables:
         read_keys=pad(by_place, (0, 0, 0, pairs_padded - half)).contiguous().to(device),
         read_values=_by_place(tables.value_books, tables.value_bits.long()).to(device),
         edges=pad(tables.key_edges, (0, 1), value=torch.inf).contiguous().to(device),
-        books=tables.key_books.contiguous().to(device),
+        key_codebooks=tables.key_books.contiguous().to(device),
         weight=tables.key_weight.contiguous().to(device),
         value_edges=pad(finite, (0, 1)).contiguous().to(device),
-        value_books=tables.value_books.contiguous().to(device),
+        value_codebooks=tables.value_books.contiguous().to(device),
         key_parts=sum(part for part in _PARTS if (tables.key_bits & part).any()),
         value_parts=sum(part for part in _PARTS if (tables.value_bits & part).any()),
         key_slots=int(tables.key_slots.max()),
@@ -136,11 +138,11 @@ def _pairs(codec: NuqCodec, pairs_padded: int) -> Tensor:
     return found.contiguous()
 
 
-def _by_place(books: Tensor, bits: Tensor) -> Tensor:
-    """Books [..., 32] by code -> by place, for widths [...]; zero in places without a code."""
-    place = torch.arange(NUM_BOOK)
+def _by_place(codebooks: Tensor, bits: Tensor) -> Tensor:
+    """Codebooks [..., 32] by code -> by place, for widths [...]; zero in places without a code."""
+    place = torch.arange(CODEBOOK_SIZE)
     upper, lowest = place & 15, place >> 4
     odd = bits[..., None] & 1
     code = (upper << odd) | (lowest & odd)
     is_code = (code < (1 << bits[..., None])) & ((lowest == 0) | (odd == 1))
-    return torch.where(is_code, books.gather(-1, code.clamp(max=NUM_BOOK - 1)), 0).contiguous()
+    return torch.where(is_code, codebooks.gather(-1, code.clamp(max=CODEBOOK_SIZE - 1)), 0).contiguous()

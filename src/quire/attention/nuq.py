@@ -6,11 +6,12 @@ import ctypes
 
 import torch
 
-from quire.cache.codecs.nuq import NUM_BOOK, NuqCodec
+from quire.cache.codecs.nuq import CODEBOOK_SIZE, NuqCodec
 from quire.kernels import runtime
 
 _POINTERS = (
-    "order", "bits", "key_edges", "key_books", "key_weight", "value_edges", "value_books", "key_lookup", "value_lookup",
+    "order", "bits", "key_edges", "key_codebooks", "key_weight", "value_edges", "value_codebooks", "key_lookup",
+    "value_lookup",
 )  # fmt: skip
 _NUMBERS = (
     "key_slots", "value_bits", "value_slots", "at_key_slots", "at_values", "at_ranges", "at_value_slots", "page_bytes",
@@ -36,10 +37,10 @@ class NuqHeads:
             "order": tables.key_order.contiguous(),
             "bits": tables.key_bits.contiguous(),
             "key_edges": tables.key_edges.contiguous(),
-            "key_books": tables.key_books.contiguous(),
+            "key_codebooks": tables.key_books.contiguous(),
             "key_weight": tables.key_weight.contiguous(),
             "value_edges": tables.value_edges.contiguous(),
-            "value_books": tables.value_books.contiguous(),
+            "value_codebooks": tables.value_books.contiguous(),
             "key_lookup": _repeated(tables.key_books, _channel_bits(codec)),
             "value_lookup": _repeated(tables.value_books, tables.value_bits),
         }
@@ -71,9 +72,9 @@ def _channel_bits(codec: NuqCodec) -> torch.Tensor:
     return torch.cat((of_pair, of_pair), -1)
 
 
-def _repeated(books: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Books [..., 32] in bfloat16, filled with repetitions of their 2^bits entries, so that a lookup need not mask the
-    bits above a code in its index.
+def _repeated(codebooks: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Codebooks [..., 32] in bfloat16, filled with repetitions of their 2^bits entries, so that a lookup need not mask
+    the bits above a code in its index.
     """
-    index = torch.arange(NUM_BOOK) & ((1 << bits.long()[..., None]) - 1)
-    return books.gather(-1, index).to(torch.bfloat16).contiguous()
+    index = torch.arange(CODEBOOK_SIZE) & ((1 << bits.long()[..., None]) - 1)
+    return codebooks.gather(-1, index).to(torch.bfloat16).contiguous()

@@ -196,14 +196,14 @@ class TritonPlan:
         match tables.kernel_id:
             case GroupCodec.kernel_id:
                 encode_groups[grid](
-                    backend.arena, halves, octets, mirror.pages, self._seals, self._staged_id, tables.books,
+                    backend.arena, halves, octets, mirror.pages, self._seals, self._staged_id, tables.key_codebooks,
                     first_layer, **page_sizes(spec), num_warps=ENCODE_WARPS, enable_fp_fusion=False,
                 )  # fmt: skip
             case NuqCodec.kernel_id:
                 encode_nuq[grid](
                     backend.arena, words, halves, octets, mirror.pages, mirror.sidecars, self._seals, self._staged_id,
-                    tables.heads, tables.pairs, tables.edges, tables.books, tables.weight, tables.value_edges,
-                    tables.value_books, first_layer,
+                    tables.heads, tables.pairs, tables.edges, tables.key_codebooks, tables.weight, tables.value_edges,
+                    tables.value_codebooks, first_layer,
                     HP=tables.pairs_padded, SINKS=sinks.num_tokens if sinks is not None else 0,
                     **page_sizes(spec), num_warps=ENCODE_WARPS, enable_fp_fusion=False,
                 )  # fmt: skip

@@ -116,10 +116,10 @@ class Demotion:
             while end < len(names) and end - first < self._most and wanted[end]:
                 end += 1
             attached = num_attached if end == len(names) else 0
-            taken = rows[first : end + attached]
+            run_rows = rows[first : end + attached]
             assert isinstance(self.table, ChunkTable), "a table without pages"
-            put_rows(store, self.table, identity.part(first, end), taken, attached=attached)
-            done += self.table.bytes_of(taken)
+            put_rows(store, self.table, identity.part(first, end), run_rows, attached=attached)
+            done += self.table.bytes_of(run_rows)
             if store.find(names[first]) is None or (done >= num_bytes and end < len(names)):
                 return done, False
             first = end

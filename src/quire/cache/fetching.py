@@ -84,7 +84,7 @@ class Fetching:
             found.append(run)
         return found
 
-    def worth_fetching(self, holder: Holder, limits: PromptLimits) -> tuple[int, list[Run]]:
+    def runs_to_fetch(self, holder: Holder, limits: PromptLimits) -> tuple[int, list[Run]]:
         """The chunks of an admitted prompt that are in the store but not in the tree, if fetching them is faster than
         computing them. Returns the number of chunks before them, and a run for each.
         """

@@ -181,7 +181,7 @@ class CacheManager:
         if not self._may_share(holder):
             return
         path, keys, paths = holder.path, holder.keys, self.paths
-        near, runs = self.fetching.worth_fetching(holder, self.retention.limits(holder))
+        near, runs = self.fetching.runs_to_fetch(holder, self.retention.limits(holder))
         if not runs:
             return
         self.tree.extend(path, keys, near, not holder.num_preemptions)

@@ -31,9 +31,9 @@ class PathManager:
         before, most = path.num_tokens, limits.num_reusable
         if limits.needs_sums:
             most = sum(count for _, count in limits.find(self.tree, holder.keys))
-        taken = self.tree.extend(path, holder.keys, most, not holder.num_preemptions)
-        self.retention.resume(holder, taken)
-        if taken:
+        num_found = self.tree.extend(path, holder.keys, most, not holder.num_preemptions)
+        self.retention.resume(holder, num_found)
+        if num_found:
             self.settle_shared(holder)
         if limits.copies_last:
             self._copy_last(holder)

@@ -69,38 +69,40 @@ class Histogram:
         names = Histogram.__dataclass_fields__
         return Histogram(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
-    def books(self, size: int, coarser: Tensor | None = None) -> Tensor:
+    def codebooks(self, size: int, coarser: Tensor | None = None) -> Tensor:
         """The best centroids of each channel from several initialisations, float64 [C, size], rising.
 
         coarser  centroids [C, size / 2]: splitting each in two is another initialisation
         """
         starts = [self.spread(size, share) for share in (1.0, 1 / 3, 0.0)]
         if coarser is None and size % 2 == 0:
-            coarser = self.books(size // 2)
+            coarser = self.codebooks(size // 2)
         if coarser is not None:
             starts.append(self._split(coarser))
         found = self._settle(torch.stack(starts))
         return found[self.error(found).argmin(0), torch.arange(len(self.weight))]
 
-    def _settle(self, books: Tensor) -> Tensor:
-        """Runs Lloyd's algorithm from each of several books, [S, C, n]."""
+    def _settle(self, codebooks: Tensor) -> Tensor:
+        """Runs Lloyd's algorithm from each of several codebooks, [S, C, n]."""
         at = None
         for _ in range(ROUNDS):
-            before, at = at, self._boundaries(books)
+            before, at = at, self._boundaries(codebooks)
             if before is not None and torch.equal(before, at):
                 break
             weight, first = self._cells(at, self.weight), self._cells(at, self.first)
-            books = torch.where(weight > 0, first / weight.clamp_min(1e-300), books).sort(-1).values
-        return books
+            codebooks = torch.where(weight > 0, first / weight.clamp_min(1e-300), codebooks).sort(-1).values
+        return codebooks
 
-    def _split(self, book: Tensor) -> Tensor:
+    def _split(self, codebook: Tensor) -> Tensor:
         """The means of the elements below and above each centroid in its cell."""
-        at = self._boundaries(book)
-        inside = ((book - self.low) / self.width).round().long().clamp(0, BINS)
+        at = self._boundaries(codebook)
+        inside = ((codebook - self.low) / self.width).round().long().clamp(0, BINS)
         inside = torch.minimum(torch.maximum(inside, at[:, :-1]), at[:, 1:])
         halves = torch.cat((torch.stack((at[:, :-1], inside), 2).flatten(1), at[:, -1:]), 1)
         weight, first = self._cells(halves, self.weight), self._cells(halves, self.first)
-        return torch.where(weight > 0, first / weight.clamp_min(1e-300), book.repeat_interleave(2, 1)).sort(1).values
+        return (
+            torch.where(weight > 0, first / weight.clamp_min(1e-300), codebook.repeat_interleave(2, 1)).sort(1).values
+        )
 
     def spread(self, size: int, share: float) -> Tensor:
         """Centroids that divide the weight equally, with each bin's weight raised to the power `share`: 1 divides by
@@ -113,30 +115,30 @@ class Histogram:
         index = torch.searchsorted(running, wanted.contiguous()).clamp_max(BINS - 1)
         return self.low + (index + 0.5) * self.width
 
-    def error(self, book: Tensor) -> Tensor:
+    def error(self, codebook: Tensor) -> Tensor:
         """The weighted squared error of rising centroids [..., C, n], float64 [..., C]."""
-        at = self._boundaries(book)
+        at = self._boundaries(codebook)
         weight, first, second = (self._cells(at, part) for part in (self.weight, self.first, self.second))
-        return (second - 2 * book * first + book * book * weight).clamp_min(0).sum(-1)
+        return (second - 2 * codebook * first + codebook * codebook * weight).clamp_min(0).sum(-1)
 
-    def q_norm(self, book: Tensor) -> Tensor:
+    def q_norm(self, codebook: Tensor) -> Tensor:
         """Moves rising centroids [C, n] so that the decoded elements have the mean and deviation of the original ones.
         The unmoved centroids still decide which element belongs to which cell.
         """
-        weight = self._cells(self._boundaries(book), self.weight)
+        weight = self._cells(self._boundaries(codebook), self.weight)
         total = self.weight[:, -1:].clamp_min(1e-300)
         mean = self.first[:, -1:] / total
         variance = (self.second[:, -1:] / total - mean * mean).clamp_min(0)
-        found_mean = (weight * book).sum(1, keepdim=True) / total
-        found_variance = (weight * (book - found_mean) ** 2).sum(1, keepdim=True) / total
+        found_mean = (weight * codebook).sum(1, keepdim=True) / total
+        found_variance = (weight * (codebook - found_mean) ** 2).sum(1, keepdim=True) / total
         # One centroid, or a constant channel, has no deviation to restore.
         flat = (found_variance <= 1e-12 * found_mean**2) | (variance <= 1e-12 * mean**2)
         scale = torch.where(flat, 1.0, (variance / found_variance.clamp_min(1e-300)).sqrt())
-        return (book - found_mean) * scale + mean
+        return (codebook - found_mean) * scale + mean
 
-    def _boundaries(self, book: Tensor) -> Tensor:
+    def _boundaries(self, codebook: Tensor) -> Tensor:
         """Index of the first bin of each centroid, and the end, int64 [..., C, n + 1]."""
-        middles = (book[..., 1:] + book[..., :-1]) / 2
+        middles = (codebook[..., 1:] + codebook[..., :-1]) / 2
         inner = ((middles - self.low) / self.width).round_().long().clamp_(0, BINS)
         return torch.nn.functional.pad(torch.nn.functional.pad(inner, (1, 0)), (0, 1), value=BINS)
 

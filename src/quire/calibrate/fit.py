@@ -1,12 +1,12 @@
 """Fits the codebooks of one layer to its samples, and measures the cost of every width on held-out samples.
 
-It makes several kinds of books. The measured cost decides which kind a tensor gets:
+It makes several kinds of codebooks. The measured cost decides which kind a tensor gets:
 
     uniform     evenly spaced over the range
     plain       k-means of all channels together, each normalised by its range
     fisher      the same, weighted with the cost of an error
     damped      the same, weights cut at 50 times their channel's mean; otherwise few tokens would decide
-    own         damped, one book per key channel and one per head's values
+    own         damped, one codebook per key channel and one per head's values
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.nuq import NuqHeads
-from quire.cache.codecs.nuq import BLOCK_PAIRS, NUM_BOOK, SLOT_BYTES, NuqCodec, NuqTables
+from quire.cache.codecs.nuq import BLOCK_PAIRS, CODEBOOK_SIZE, SLOT_BYTES, NuqCodec, NuqTables
 from quire.cache.codecs.packing import MAX_BITS
 from quire.cache.ledger import PAGE_TOKENS
 from quire.calibrate.codebooks import Histogram
@@ -37,7 +37,7 @@ VALUE_REACH = 2.0
 """An element of a value up to this far beyond its fitted range counts unclipped."""
 
 FIT_TOKENS = 2048
-"""Number of tokens for fitting value books."""
+"""Number of tokens for fitting value codebooks."""
 
 
 class Codebook(NamedTuple):
@@ -49,18 +49,18 @@ class Codebook(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerFit:
-    """Books of one layer and their costs, for H heads, D channels, widths 0 to 5 and one number of slots.
+    """Codebooks of one layer and their costs, for H heads, D channels, widths 0 to 5 and one number of slots.
 
-    key_books    books by kind and width: [H, D, 2^width]
-    key_cost     costs by kind: float64 [H, D, 6], summed over the held-out tokens
-    value_books  books by kind and width, from 1: [H, 2^width]
-    value_cost   costs by kind: float64 [H, 6]; infinite at width 0
-    key_weight   float32 [H, D]: mean cost of a squared error in a channel
+    key_codebooks    codebooks by kind and width: [H, D, 2^width]
+    key_cost         costs by kind: float64 [H, D, 6], summed over the held-out tokens
+    value_codebooks  codebooks by kind and width, from 1: [H, 2^width]
+    value_cost       costs by kind: float64 [H, 6]; infinite at width 0
+    key_weight       float32 [H, D]: mean cost of a squared error in a channel
     """
 
-    key_books: dict[tuple[str, int], Codebook]
+    key_codebooks: dict[tuple[str, int], Codebook]
     key_cost: dict[str, Tensor]
-    value_books: dict[tuple[str, int], Codebook]
+    value_codebooks: dict[tuple[str, int], Codebook]
     value_cost: dict[str, Tensor]
     key_weight: Tensor
 
@@ -68,14 +68,14 @@ class LayerFit:
 def fit_layer(
     samples: LayerSamples, num_held_out: int, slots: int, *, kinds: Sequence[str] = KINDS, q_norm: bool = False
 ) -> LayerFit:
-    """Fits books to all but the last `num_held_out` tokens, and measures their cost on these.
+    """Fits codebooks to all but the last `num_held_out` tokens, and measures their cost on these.
 
-    kinds   kinds of books to make
+    kinds   kinds of codebooks to make
     q_norm  whether decoded elements keep the mean and deviation of the original ones; see Histogram.q_norm
     """
     train, held_out = samples.split(len(samples.keys) - num_held_out)
-    key_books, key_weight = _key_books(train, kinds, q_norm)
-    value_books = _value_books(train, slots, kinds, q_norm)
+    key_codebooks, key_weight = _key_codebooks(train, kinds, q_norm)
+    value_codebooks = _value_codebooks(train, slots, kinds, q_norm)
     _, heads, channels = samples.keys.shape
     key_cost = {kind: torch.zeros(heads, channels, MAX_BITS + 1, dtype=torch.float64) for kind in kinds}
     value_cost = {kind: torch.full((heads, MAX_BITS + 1), torch.inf, dtype=torch.float64) for kind in kinds}
@@ -83,12 +83,14 @@ def fit_layer(
     value_price = damped(held_out.value_cost, train.value_cost)
     for kind in kinds:
         for bits in range(MAX_BITS + 1):
-            tables = uniform_tables(key_books[kind, bits], key_weight, slots, value_books[kind, max(bits, 1)], slots)
+            tables = uniform_tables(
+                key_codebooks[kind, bits], key_weight, slots, value_codebooks[kind, max(bits, 1)], slots
+            )
             k, v = quantize_dequantize(tables, held_out.keys, held_out.values)
             key_cost[kind][:, :, bits] = ((k - held_out.keys).square() * key_price).sum(0)
             if bits:
                 value_cost[kind][:, bits] = ((v - held_out.values).square() * value_price).sum((0, 2))
-    return LayerFit(key_books, key_cost, value_books, value_cost, key_weight)
+    return LayerFit(key_codebooks, key_cost, value_codebooks, value_cost, key_weight)
 
 
 def damped(cost: Tensor, seen: Tensor) -> Tensor:
@@ -96,11 +98,11 @@ def damped(cost: Tensor, seen: Tensor) -> Tensor:
     return torch.minimum(cost, DAMPING * seen.mean(0))
 
 
-def _key_books(
+def _key_codebooks(
     train: LayerSamples, kinds: Sequence[str], q_norm: bool
 ) -> tuple[dict[tuple[str, int], Codebook], Tensor]:
-    """Fits key books in units of the channels' ranges, where a squared error costs range^2 as much. Also returns the
-    weights of channels.
+    """Fits key codebooks in units of the channels' ranges, where a squared error costs range^2 as much. Also returns
+    the weights of channels.
     """
     shape = train.keys.shape[1:]
     low, high = _inner_range(train.keys.flatten(1))
@@ -113,30 +115,30 @@ def _key_books(
         weights.append((unit.abs() <= 1).float())
     plain, fisher, own, *inliers = Histogram.of(unit, weights, -one, one)
     pools = Histogram.joined([each.pooled() for each in (plain, fisher, own)])
-    books: dict[tuple[str, int], Codebook] = {}
+    codebooks: dict[tuple[str, int], Codebook] = {}
 
-    def add(kind: str, bits: int, book: Tensor) -> None:
-        """A book [C or 1, n] in units of the ranges."""
+    def add(kind: str, bits: int, codebook: Tensor) -> None:
+        """A codebook [C or 1, n] in units of the ranges."""
         if kind not in kinds:
             return
-        moved = book
+        moved = codebook
         if q_norm:
-            moved = (inliers[0] if len(book) > 1 else inliers[0].pooled()).q_norm(book)
-        books[kind, bits] = Codebook(
-            *((each * reach[:, None] + middle[:, None]).float().view(*shape, -1) for each in (book, moved))
+            moved = (inliers[0] if len(codebook) > 1 else inliers[0].pooled()).q_norm(codebook)
+        codebooks[kind, bits] = Codebook(
+            *((each * reach[:, None] + middle[:, None]).float().view(*shape, -1) for each in (codebook, moved))
         )
 
     coarser_pools = coarser_own = None
     for bits in range(MAX_BITS + 1):
         size = 1 << bits
-        add("uniform", bits, _even_book(size)[None])
-        coarser_pools = pools.books(size, coarser_pools)
-        for kind, book in zip(POOLED, coarser_pools, strict=True):
-            add(kind, bits, book[None])
+        add("uniform", bits, _even_codebook(size)[None])
+        coarser_pools = pools.codebooks(size, coarser_pools)
+        for kind, codebook in zip(POOLED, coarser_pools, strict=True):
+            add(kind, bits, codebook[None])
         if "own" in kinds:
-            coarser_own = own.books(size, coarser_own)
+            coarser_own = own.codebooks(size, coarser_own)
             add("own", bits, coarser_own)
-    return books, calm.mean(0)
+    return codebooks, calm.mean(0)
 
 
 def _inner_range(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,46 +153,48 @@ def _inner_range(keys: Tensor) -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
-def _even_book(size: int) -> Tensor:
+def _even_codebook(size: int) -> Tensor:
     return torch.linspace(-1, 1, size, dtype=torch.float64) if size > 1 else torch.zeros(1, dtype=torch.float64)
 
 
-def _value_books(
+def _value_codebooks(
     train: LayerSamples, slots: int, kinds: Sequence[str], q_norm: bool
 ) -> dict[tuple[str, int], Codebook]:
-    """Fits value books. A book is in units of fitted ranges, and the ranges depend on the book. So it alternates:
-    ranges for an even book, a book for these ranges, ranges for that book, and so on.
+    """Fits value codebooks. A codebook is in units of fitted ranges, and the ranges depend on the codebook. So the fit
+    alternates: ranges for an even codebook, a codebook for these ranges, ranges for that codebook, and so on.
     """
     heads = train.values.shape[1]
     step = max(1, len(train.values) // FIT_TOKENS)
     values, cost = train.values[::step], train.value_cost[::step]
     calm = damped(cost, train.value_cost)
     low, high = -torch.full((heads,), VALUE_REACH), torch.full((heads,), VALUE_REACH)
-    books: dict[tuple[str, int], Codebook] = {}
+    codebooks: dict[tuple[str, int], Codebook] = {}
     coarser_plain = coarser = None
     for bits in range(1, MAX_BITS + 1):
         size = 1 << bits
-        even = _even_book(size)[None]
+        even = _even_codebook(size)[None]
         s, z, inner = _ranges(even, values, slots)
         unit, weight = _in_units(values, s, z), _by_head(inner * s[..., None] ** 2)
         (plain,) = Histogram.of(unit, [weight], low, high)
-        coarser_plain = plain.pooled().books(size, coarser_plain)
+        coarser_plain = plain.pooled().codebooks(size, coarser_plain)
         s, z, inner = _ranges(coarser_plain, values, slots)
         unit, weight = _in_units(values, s, z), _by_head(inner * s[..., None] ** 2)
         weights = [weight, weight * _by_head(cost), weight * _by_head(calm)]
         if q_norm:
             weights.append(_by_head(inner) * (unit.abs() <= VALUE_REACH))
         plain, fisher, own, *inliers = Histogram.of(unit, weights, low, high)
-        coarser = Histogram.joined([*(each.pooled() for each in (plain, fisher, own)), own]).books(size, coarser)
+        coarser = Histogram.joined([*(each.pooled() for each in (plain, fisher, own)), own]).codebooks(size, coarser)
         coarser_plain = coarser[:1]
         made = {"uniform": even, "own": coarser[len(POOLED) :]}
         made |= {kind: coarser[index : index + 1] for index, kind in enumerate(POOLED)}
         for kind in kinds:
-            book = moved = made[kind]
+            codebook = moved = made[kind]
             if q_norm:
-                moved = (inliers[0] if len(book) > 1 else inliers[0].pooled()).q_norm(book)
-            books[kind, bits] = Codebook(*(each.float().expand(heads, -1).contiguous() for each in (book, moved)))
-    return books
+                moved = (inliers[0] if len(codebook) > 1 else inliers[0].pooled()).q_norm(codebook)
+            codebooks[kind, bits] = Codebook(
+                *(each.float().expand(heads, -1).contiguous() for each in (codebook, moved))
+            )
+    return codebooks
 
 
 def _in_units(values: Tensor, s: Tensor, z: Tensor) -> Tensor:
@@ -203,11 +207,11 @@ def _by_head(x: Tensor) -> Tensor:
     return x.transpose(1, 2).reshape(-1, x.shape[1])
 
 
-def _ranges(book: Tensor, values: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The s and z [T, H] of values stored with a book [1, n], and which elements are in no slot, [T, H, D]."""
+def _ranges(codebook: Tensor, values: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The s and z [T, H] of values stored with a codebook [1, n], and which elements are in no slot, [T, H, D]."""
     count, heads, channels = values.shape
     no_key = torch.zeros(heads, channels, 1)
-    shared = book.float().expand(heads, -1).contiguous()
+    shared = codebook.float().expand(heads, -1).contiguous()
     tables = uniform_tables(Codebook(no_key, no_key), torch.ones(heads, channels), 0, Codebook(shared, shared), slots)
     codec = NuqCodec("trial", tables)
     s, z = torch.empty(count, heads), torch.empty(count, heads)
@@ -224,16 +228,16 @@ def _ranges(book: Tensor, values: Tensor, slots: int) -> tuple[Tensor, Tensor, T
 
 
 def uniform_tables(
-    key_book: Codebook, key_weight: Tensor, key_slots: int, value_book: Codebook, value_slots: int
+    key_codebook: Codebook, key_weight: Tensor, key_slots: int, value_codebook: Codebook, value_slots: int
 ) -> NuqTables:
     """Tables of one layer with the same width for all heads and channels.
 
-    key_book    [H, D, 2^bits]
-    value_book  [H, 2^bits]
+    key_codebook    [H, D, 2^bits]
+    value_codebook  [H, 2^bits]
     """
-    heads, channels, size = key_book.centroids.shape
-    edges, books = padded(key_book)
-    value_edges, value_books = padded(value_book)
+    heads, channels, size = key_codebook.centroids.shape
+    edges, codebooks = padded(key_codebook)
+    value_edges, value_codebooks = padded(value_codebook)
 
     def number(value: int, *size: int) -> Tensor:
         return torch.full((1, heads, *size), value, dtype=torch.uint8)
@@ -242,23 +246,25 @@ def uniform_tables(
         torch.arange(channels // 2, dtype=torch.uint8).expand(1, heads, -1).contiguous(),
         number(size.bit_length() - 1, channels // (2 * BLOCK_PAIRS)),
         edges[None],
-        books[None],
+        codebooks[None],
         key_weight[None].contiguous(),
         number(key_slots),
-        number(value_book.centroids.shape[-1].bit_length() - 1),
+        number(value_codebook.centroids.shape[-1].bit_length() - 1),
         value_edges[None],
-        value_books[None],
+        value_codebooks[None],
         number(value_slots),
     )
 
 
-def padded(book: Codebook) -> tuple[Tensor, Tensor]:
-    """A book in the form of a codec's tables: edges [..., 31] between the centroids, and decoded values [..., 32]."""
-    centroids, stands_for = (part.float() for part in book)
+def padded(codebook: Codebook) -> tuple[Tensor, Tensor]:
+    """A codebook in the form of a codec's tables: edges [..., 31] between the centroids, and decoded values
+    [..., 32].
+    """
+    centroids, stands_for = (part.float() for part in codebook)
     *lead, size = centroids.shape
-    edges = torch.full((*lead, NUM_BOOK - 1), torch.inf)
+    edges = torch.full((*lead, CODEBOOK_SIZE - 1), torch.inf)
     edges[..., : size - 1] = (centroids[..., 1:] + centroids[..., :-1]) * 0.5
-    return edges, torch.cat((stands_for, stands_for[..., -1:].expand(*lead, NUM_BOOK - size)), -1)
+    return edges, torch.cat((stands_for, stands_for[..., -1:].expand(*lead, CODEBOOK_SIZE - size)), -1)
 
 
 def quantize_dequantize(tables: NuqTables, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

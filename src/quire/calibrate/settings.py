@@ -32,7 +32,7 @@ More tokens gain less than another seed changes (docs/design/calibration.md).
 """
 
 HELD_OUT = 4
-"""One window in this many is held out from fitting, to measure the cost of books."""
+"""One window in this many is held out from fitting, to measure the cost of codebooks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class CalibrationSettings:
     window_tokens  tokens per window; None: 1,024, or the model's context if that is less, and down to 256 for models so
                    large that they exceed MOST_WORK
     seed           seed of the text that the model writes itself
-    kinds          kinds of books to choose from, see `fit`
+    kinds          kinds of codebooks to choose from, see `fit`
     spends         whether widths vary by channel and head; otherwise all are the same
     q_norm         whether decoded elements keep the mean and deviation of the original ones
     Raises ConfigError for invalid settings.

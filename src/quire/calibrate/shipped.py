@@ -77,8 +77,8 @@ def _middles(name: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
     codec, _, field = name.partition(".")
     if field not in _EDGES:
         return None
-    books = tensors[f"{codec}.{_EDGES[field]}"]
-    return ((books[..., 1:] + books[..., :-1]) * 0.5).view(torch.int32)
+    codebooks = tensors[f"{codec}.{_EDGES[field]}"]
+    return ((codebooks[..., 1:] + codebooks[..., :-1]) * 0.5).view(torch.int32)
 
 
 def _planes(numbers: Tensor) -> Tensor:

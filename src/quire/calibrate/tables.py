@@ -1,4 +1,4 @@
-"""Makes the tables of a codec from the fits of all layers: chooses kinds of books and bit widths."""
+"""Makes the tables of a codec from the fits of all layers: chooses kinds of codebooks and bit widths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_tables(
 
     bits    average bits of keys and values
     slots   slots of every key and value vector, as in the fits
-    kinds   kinds of books to choose from
+    kinds   kinds of codebooks to choose from
     spends  whether widths vary by channel and head; otherwise all are the same
     """
     key_kinds = [min(kinds, key=lambda kind: float(fit.key_cost[kind][..., bits].sum())) for fit in fits]
@@ -46,25 +46,25 @@ def _layer_tables(
     ordered = block_bits.repeat_interleave(BLOCK_PAIRS, 1)
     of_pair = torch.empty_like(ordered).scatter_(1, order, ordered)
     widths = torch.cat((of_pair, of_pair), 1)  # [H, D]
-    key_edges, key_books = padded(fit.key_books[key_kind, 0])
+    key_edges, key_codebooks = padded(fit.key_codebooks[key_kind, 0])
     for bits in widths.unique().tolist():
-        edges, books = padded(fit.key_books[key_kind, bits])
+        edges, codebooks = padded(fit.key_codebooks[key_kind, bits])
         where = widths == bits
-        key_edges[where], key_books[where] = edges[where], books[where]
+        key_edges[where], key_codebooks[where] = edges[where], codebooks[where]
     value = [
-        padded(Codebook(*(part[head] for part in fit.value_books[value_kind, bits])))
+        padded(Codebook(*(part[head] for part in fit.value_codebooks[value_kind, bits])))
         for head, bits in enumerate(chosen.value_bits[layer].tolist())
     ]
     return {
         "key_order": order.to(torch.uint8),
         "key_bits": block_bits.to(torch.uint8),
         "key_edges": key_edges,
-        "key_books": key_books,
+        "key_books": key_codebooks,
         "key_weight": fit.key_weight,
         "key_slots": torch.full((heads,), slots, dtype=torch.uint8),
         "value_bits": chosen.value_bits[layer].to(torch.uint8),
         "value_edges": torch.stack([edges for edges, _ in value]),
-        "value_books": torch.stack([books for _, books in value]),
+        "value_books": torch.stack([codebooks for _, codebooks in value]),
         "value_slots": torch.full((heads,), slots, dtype=torch.uint8),
     }
 

@@ -55,14 +55,14 @@ def add_arguments(parser: Arguments) -> None:
     group.add_switch("--q-norm", text="preserve the mean and deviation of keys and values")
     group.add_switch("--json", text="print JSON instead of a table")
     group = parser.add_argument_group("for ablations")
-    text = "kinds of books to choose from: uniform,plain,fisher,damped,own (default: all)"
+    text = "kinds of codebooks to choose from: uniform,plain,fisher,damped,own (default: all)"
     group.add_argument("--books", type=shared.set_of(str), dest="kinds", metavar="KIND,...", help=text)
     text = "use the same bit width in all layers, heads and channels"
     group.add_argument("--same-bits", action="store_false", dest="spends", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Calibrates and prints the chosen widths and books."""
+    """Calibrates and prints the chosen widths and codebooks."""
     if shared.printed_config(args):
         return 0
     config = EngineConfig.from_flags(args)
@@ -126,10 +126,10 @@ def _print(made: Calibration) -> None:
         even, chosen = (report["held_out_cost"][name] for name in ("same bits everywhere", "chosen"))
         ratio = f"{chosen / even:.0%}" if even else ""
         for what, *first in (("key", codec, f"{report['bits_per_element']:.2f}", ratio), ("value", "", "", "")):
-            widths, books = report[f"{what}_widths"], report[f"{what}_books"]
+            widths, codebooks = report[f"{what}_widths"], report[f"{what}_books"]
             total = sum(widths.values())
             spread = ", ".join(f"{width}: {count / total:.0%}" for width, count in widths.items())
-            rows.append((*first, f"{what}s", spread, ", ".join(f"{kind} {n}" for kind, n in books.items() if n)))
-    columns = ("codec", "bits/element", "cost", "of", "widths", "books of layers")
+            rows.append((*first, f"{what}s", spread, ", ".join(f"{kind} {n}" for kind, n in codebooks.items() if n)))
+    columns = ("codec", "bits/element", "cost", "of", "widths", "codebooks of layers")
     shared.print_table(columns, rows, left=columns[3:])
     print("cost: on held-out text, relative to the same bits everywhere")

@@ -120,8 +120,8 @@ def print_status(found: dict[str, Any]) -> None:
     TypeError, ValueError or AttributeError if the answer has another form.
     """
     shared.print_table(COLUMNS, [_row(each) for each in found["instances"]], left=("role", "health"))
-    if told := _placed(found):
-        print("\n" + "\n".join(told))
+    if lines := _placed(found):
+        print("\n" + "\n".join(lines))
     stages = {name: seconds for name, seconds in found["stages"].items() if seconds}
     if stages:
         shares = list(next(iter(stages.values())))
@@ -136,24 +136,24 @@ def _placed(found: dict[str, Any]) -> list[str]:
     """Lines about the placement of the instances, about a switch that runs or has failed, and about replanning. An
     older server sends none of them.
     """
-    told, placed, switch, plan = [], found.get("placement"), found.get("switch"), found.get("replanning")
+    lines, placed, switch, plan = [], found.get("placement"), found.get("switch"), found.get("replanning")
     if placed is not None:
-        told.append(
+        lines.append(
             f"placement {placed['name']}: {placed['rate']:.4g} requests/s predicted on {placed['cost']:.4g}"
             f" {placed['unit']}{'s' * (placed['cost'] != 1)}, {placed['attainment']:.1%} within the latency targets"
         )
     if switch is not None and switch["error"]:
-        told.append(switch["error"])
+        lines.append(switch["error"])
     elif switch is not None:
-        told.append(
+        lines.append(
             f"a switch to {switch['to']} is under way: {switch['done']} of {switch['actions']} actions are done"
             f"{', now: ' * bool(switch['now'])}{switch['now']}"
         )
     if plan is not None:
         changed = f": {plan['reason']}" if plan["reason"] else ""
         counts = ", ".join(f"{name} {plan[name]:,}" for name in ("searches", "switches", "failed"))
-        told.append(f"replanning {plan['phase']}{changed} ({counts})")
-    return told
+        lines.append(f"replanning {plan['phase']}{changed} ({counts})")
+    return lines
 
 
 def _row(instance: dict[str, Any]) -> tuple[str, ...]:

@@ -5,8 +5,8 @@ quire generate MODEL --input prompts.jsonl --output out.jsonl    a line of JSON 
 
 An input line has prompt, messages or prompt_token_ids. It may also have an id (default: its line number), cache_salt,
 cache_pin, cache_priority, cache_lifetime (see docs/reference/endpoints.md) and sampling parameters, which override the
-flags (max_tokens null, or more than that: the rest of the context). Output lines come in the order in which they
-finish. Each has id, text, token_ids, finish_reason and usage, or id and error.
+flags. If max_tokens is null or exceeds the rest of the context, the rest of the context is the limit. Output lines come
+in the order in which they finish. Each has id, text, token_ids, finish_reason and usage, or id and error.
 
 An invalid line makes the command refuse the whole input before it generates anything: invalid UTF-8 or JSON, an unknown
 key, a value of a wrong type or out of range, a message without a role, a duplicate id. It reports at most ten such
@@ -90,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
 
                 config = EngineConfig.from_flags(args)
                 with placement.planned(args.model, config, batch) as plan, shared.runner() as loop:
-                    if (told := plan.announcement()) is not None:
-                        print(f"quire: {told}", file=sys.stderr, flush=True)
+                    if (announcement := plan.announcement()) is not None:
+                        print(f"quire: {announcement}", file=sys.stderr, flush=True)
                     loop.run(_work(args, batch, plan))
         except KeyboardInterrupt:
             if batch.num_tokens:

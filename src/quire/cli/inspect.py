@@ -120,9 +120,9 @@ def _digest_note(digest: Digest) -> str:
 
 
 def _context_note(found: ModelInspection) -> str:
-    asked = found.given.model.max_context
-    if asked is not None and found.sizes.max_context < asked:
-        return f"model.max_context is {asked:,}, and the cache holds no more"
+    requested = found.given.model.max_context
+    if requested is not None and found.sizes.max_context < requested:
+        return f"model.max_context is {requested:,}, and the cache holds no more"
     return f"the model's own limit is {found.shape.max_context:,}"
 
 

@@ -87,10 +87,10 @@ def _engine(args: argparse.Namespace, salts: list[str]) -> AsyncLLM | Cluster:
 
 def example(url: str, model: str, is_chat: bool, has_keys: bool) -> str:
     """A curl command of several lines that sends a request to the server at `url`."""
-    asked: dict[str, Any] = {"prompt": "A quire is"}
+    fields: dict[str, Any] = {"prompt": "A quire is"}
     if is_chat:
-        asked = {"messages": [{"role": "user", "content": "Give me three tips for writing a letter."}]}
-    body = json.dumps({"model": model, **asked, "max_tokens": 64}, ensure_ascii=False)
+        fields = {"messages": [{"role": "user", "content": "Give me three tips for writing a letter."}]}
+    body = json.dumps({"model": model, **fields, "max_tokens": 64}, ensure_ascii=False)
     key = "    -H 'Authorization: Bearer KEY' \\\n" if has_keys else ""
     return (
         f"  curl {url}/v1/{'chat/' if is_chat else ''}completions -H 'Content-Type: application/json' \\\n"

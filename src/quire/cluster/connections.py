@@ -90,8 +90,7 @@ class PeerConnections:
         name               name of this process, unique in the cluster
         secret             the cluster's secret
         transport          transport of `listen`: tcp or shm. An address names the transport to dial
-        compatibility_tag  value that both sides must share, such as a digest of the model; a peer with another value is
-                           refused
+        compatibility_tag  names the version of Quire; a peer with another one is refused
         """
         if transport not in TRANSPORTS:
             raise ConfigError(f"no transport {transport!r}; there are {', '.join(TRANSPORTS)}")
@@ -144,7 +143,7 @@ class PeerConnections:
         with self._changed:
             if (connection := self._newest(name)) is None:
                 if (connection := self._new_connection(name)) is None:
-                    raise TransportError(f"nobody has said where {name!r} listens, or these links are closed")
+                    raise TransportError(f"the address of {name!r} is unknown, or these connections are closed")
                 self._begin(connection)
         connection.wait(seconds)
 
@@ -185,7 +184,7 @@ class PeerConnections:
         for thread in [*threads, *([self._listening] if self._listening is not None else [])]:
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
-                log.warning("%s has not ended %g s after its link was closed", thread.name, CLOSE_SECONDS)
+                log.warning("%s has not ended %g s after its connection was closed", thread.name, CLOSE_SECONDS)
         self.stranger_warnings.end()
 
     def _new_connection(self, name: str) -> Connection | None:

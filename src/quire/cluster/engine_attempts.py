@@ -167,14 +167,14 @@ class EngineAttempts:
         self._by_id: dict[str, EngineAttempt] = {}
         self._prepared: dict[Attempt, AdmittedRequest] = {}  # requests with a grammar, before their attempts begin
         self._changing: dict[Attempt, EngineAttempt] = {}  # attempts whose phase a step may change
-        self._asked: list[Pull] = []
+        self._new_pulls: list[Pull] = []
         self._notices: list[Notice] = []
         table = engine.scheduler.manager.table
         assert isinstance(table, ChunkTable), "a cache that cannot travel"
         self._table = table
         self._digest = common_digest(engine.namespace)
         peer_store.table = table
-        peer_store.ask = self._asked.append
+        peer_store.ask = self._new_pulls.append
 
     # ---- commands --------------------------------------------------------------------------------------------------
 
@@ -348,8 +348,8 @@ class EngineAttempts:
             assert work.sequence is not None
             if not self._look_at(work, work.sequence):
                 del self._changing[work.attempt]
-        self._notices += self._asked
-        self._asked.clear()
+        self._notices += self._new_pulls
+        self._new_pulls.clear()
         for output in outputs:
             found = self._by_id.get(output.request_id)
             if found is not None:
@@ -372,13 +372,13 @@ class EngineAttempts:
         elif work.phase is EngineAttemptPhase.ADOPTED and sequence.state is not SequenceState.WAITING:
             work.phase = EngineAttemptPhase.PULLING
             transfer = sequence.path.transfer
-            asked = (each for each in self._asked if each.transfer is transfer and each.attempt == work.attempt)
-            own = next(asked, None)
+            pulls = (each for each in self._new_pulls if each.transfer is transfer and each.attempt == work.attempt)
+            own = next(pulls, None)
             self._notices.append(AdmittedNotice(work.attempt, own))
             if own is None:
                 work.phase = EngineAttemptPhase.DECODING
             else:
-                self._asked.remove(own)
+                self._new_pulls.remove(own)
         if work.phase is EngineAttemptPhase.PULLING and sequence.path.transfer is None:
             # The chunks have arrived, or the engine computes them.
             work.phase = EngineAttemptPhase.DECODING

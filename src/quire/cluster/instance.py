@@ -1,9 +1,9 @@
 """An instance: a process with an engine, which the router starts.
 
-        python -m quire.cluster.start NUMBER      with a `LaunchConfig` as JSON on the standard input
+    python -m quire.cluster.start NUMBER      with a `LaunchConfig` as JSON on the standard input
 
-It loads the model, measures its speed, reports to the router, and then does its part of every attempt until the router
-ends it or is gone.
+It loads the model, measures its speed and reports to the router. It then serves attempts until the router ends it, or
+until the connection to the router is lost.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class LaunchConfig:
 
 
 def compatibility_tag() -> bytes:
-    """A tag that all processes of a cluster share."""
+    """Names the version of Quire, which is the same in all processes of a cluster."""
     return f"quire {__version__}".encode()
 
 
@@ -128,7 +128,7 @@ class Instance:
             own = Path(log_file).with_suffix(f".{launch_config.name}{Path(log_file).suffix}")
             config = dataclasses.replace(config, runtime=dataclasses.replace(config.runtime, step_log=str(own)))
         load = functools.partial(
-            load_engine, launch_config.model, config, show_progress=False, neighbours=[self._peer_store]
+            load_engine, launch_config.model, config, show_progress=False, peer_tiers=[self._peer_store]
         )
         self.thread = EngineThread(load, self, launch_config.transport)
         self._prefix_service = PrefixService(self.thread, self._connections)
@@ -212,7 +212,7 @@ class Instance:
         self._failed = True
         self.agent.stop()
 
-    # ---- Handler: on a link's threads ------------------------------------------------------------------------------
+    # ---- Handler: on a connection's threads ------------------------------------------------------------------------
 
     def receive(self, sender: str, message: Any, extents: Iterator[memoryview]) -> None:
         """See Handler."""

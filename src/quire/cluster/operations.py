@@ -46,7 +46,7 @@ class InstanceLifecycle:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._members, self._places = supervisor.members, supervisor.places
+        self._members, self._desired = supervisor.members, supervisor.desired
 
     def at(self, place: str) -> list[Member]:
         """The instances at a place: one, or none while it is down."""
@@ -64,8 +64,8 @@ class InstanceLifecycle:
 
     def set_role(self, place: str, role: str) -> None:
         """Changes the role of an instance. Its attempts continue."""
-        if (spec := self._places.specs.get(place)) is not None:
-            self._places.specs[place] = spec._replace(role=role)
+        if (spec := self._desired.specs.get(place)) is not None:
+            self._desired.specs[place] = spec._replace(role=role)
         for member in self.at(place):
             member.role = role
             log.info("instance %s: its role is %s", member.name, role)
@@ -101,7 +101,7 @@ class InstanceLifecycle:
 
         name  name of the instance that was started there; empty: any instance
         """
-        while place in self._places:
+        while place in self._desired:
             if any(each.is_serving for each in self.at(place)):
                 return
             self.check_open()
@@ -117,7 +117,7 @@ class InstanceLifecycle:
         """Drains an instance, and waits until it has ended. pauses: no other instance serves meanwhile."""
         if not pauses:
             await self._wait_for_others(place)
-        del self._places.specs[place]
+        del self._desired.specs[place]
         for member in self.at(place):
             if not member.is_serving:  # a loading instance reads no messages
                 self._supervisor.kill(member)
@@ -130,14 +130,14 @@ class InstanceLifecycle:
         before  instance to start again in its place if this one does not start
         """
         self.check_open()
-        self._places.assign(place, spec)
+        self._desired.assign(place, spec)
         try:
             await self.launch(place)
         except ModelError:
             if before is None:
-                del self._places.specs[place]
+                del self._desired.specs[place]
             else:
-                self._places.assign(place, before)
+                self._desired.assign(place, before)
             raise
 
     async def _wait_for_others(self, place: str) -> None:
@@ -157,7 +157,7 @@ class InstanceLifecycle:
     def member_at(self, place: str) -> Member:
         """The instance at a place. Raises RequestError if none runs there."""
         if not (found := self.at(place)):
-            known = ", ".join(self._places.specs)
+            known = ", ".join(self._desired.specs)
             raise RequestError(f"there is no instance {place!r} that runs; there are {known}", "instance")
         return found[-1]
 
@@ -205,13 +205,13 @@ class ClusterOperations:
     def _is_switching(self) -> bool:
         return self._switch is not None and not self._switch.error
 
-    # ---- what there is ---------------------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """All instances and empty places, the router's counters, and quantiles of stages in seconds."""
         router = self._supervisor.router
         members = {each.place: each for each in router.members.values()}
-        roles = {**self._supervisor.places.roles, **{each.place: each.role for each in members.values()}}
+        roles = {**self._supervisor.desired.roles, **{each.place: each.role for each in members.values()}}
         return {
             "instances": [
                 self._described(members.get(place) or Member("", place, role, Health.DOWN))
@@ -239,7 +239,7 @@ class ClusterOperations:
             "health": member.health.value,
             "pid": self._supervisor.processes.pid(member.name),
             "attempts": self._supervisor.router.num_attempts(member.name),
-            "cores": list(self._supervisor.places.cores.get(member.place, ())),
+            "cores": list(self._supervisor.desired.cores.get(member.place, ())),
             **{name: None if ready is None else getattr(ready, name) for name in MEASURED},
             "load": None if load is None else asdict(dataclasses.replace(load, stats=None)),
         }
@@ -260,7 +260,7 @@ class ClusterOperations:
         if not restart:
             if not any(each is not member for each in self._lifecycle.serving):
                 raise RequestError(f"{place} is the only instance that serves; it can be restarted", "restart")
-            self._supervisor.places.specs.pop(place, None)
+            self._supervisor.desired.specs.pop(place, None)
             self._placement = None
         if not await self._lifecycle.finish(member):  # the supervisor starts it again
             await self._lifecycle.wait_until_serving(place)
@@ -272,7 +272,7 @@ class ClusterOperations:
     async def restart(self) -> None:
         """Restarts one instance after the other, without a failed request. Waits for other operations to end."""
         async with self._turn:
-            for place in list(self._supervisor.places.specs):
+            for place in list(self._supervisor.desired.specs):
                 if self._lifecycle.at(place):
                     await self._drain(place)
                 else:
@@ -329,18 +329,18 @@ class ClusterOperations:
             switch.error = f"the switch to {switch.to} ended {done}, at {switch.now!r}: {why}"
             switch.now = ""
             if isinstance(error, ModelError):
-                left = ", ".join(f"{place} ({role})" for place, role in self._supervisor.places.roles.items())
+                left = ", ".join(f"{place} ({role})" for place, role in self._supervisor.desired.roles.items())
                 raise ModelError(f"{switch.error}; the cluster goes on with {left}") from error
             raise
 
     async def _planned(self, placement: Placement, *, may_pause: bool) -> list[Action]:
         self._lifecycle.check_open()
         check_instances(placement)
-        places = self._supervisor.places
-        wanted = places.specs_of(placement.instances)
-        await asyncio.to_thread(places.check, wanted)
-        down = places.specs.keys() - {each.place for each in self._lifecycle.serving}
-        return places.plan(wanted, down, may_pause=may_pause)
+        desired = self._supervisor.desired
+        wanted = desired.specs_of(placement.instances)
+        await asyncio.to_thread(desired.check, wanted)
+        down = desired.specs.keys() - {each.place for each in self._lifecycle.serving}
+        return desired.plan(wanted, down, may_pause=may_pause)
 
     async def _do(self, action: Action) -> None:
         match action:
@@ -351,7 +351,7 @@ class ClusterOperations:
             case Add(place, spec):
                 await self._lifecycle.start(place, spec)
             case Restart(place, spec, pauses):
-                before = self._supervisor.places.specs[place]
+                before = self._supervisor.desired.specs[place]
                 await self._lifecycle.end(place, pauses=pauses)
                 await self._lifecycle.start(place, spec, before)
 

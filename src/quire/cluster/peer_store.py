@@ -100,7 +100,7 @@ class PeerStore(Tier):
     def __init__(self, signer: ExtentSigner) -> None:
         self._signer = signer
         self._offers: dict[Attempt, Offer] = {}
-        self._found: dict[bytes, list[Offer]] = {}  # by name, the latest one last
+        self._by_name: dict[bytes, list[Offer]] = {}  # the latest one last
         self._received: dict[str, tuple[int, int]] = {}
         self._pulls: dict[int, Pull] = {}
         self._numbers = itertools.count(1)
@@ -111,7 +111,7 @@ class PeerStore(Tier):
             0,
         )  # fmt: skip
 
-    # ---- what sources tell -----------------------------------------------------------------------------------------
+    # ---- messages of sources ---------------------------------------------------------------------------------------
 
     def offer(
         self,
@@ -134,7 +134,7 @@ class PeerStore(Tier):
             shared = complete_run(self.table, RunIdentity(names, keys.tokens(0, num_shared), keys.namespace))
         found = self._offers[attempt] = Offer(attempt, source, keys, shared, own, is_cached)
         for name in found.names:
-            self._found.setdefault(name, []).append(found)
+            self._by_name.setdefault(name, []).append(found)
 
     def note_state(self, num_bytes: int) -> None:
         """Counts the bytes of a manifest's description of a cache."""
@@ -145,10 +145,10 @@ class PeerStore(Tier):
         offer = self._offers.pop(attempt, None)
         if offer is not None:
             for name in offer.names:
-                offers = self._found[name]
+                offers = self._by_name[name]
                 offers.remove(offer)
                 if not offers:
-                    del self._found[name]
+                    del self._by_name[name]
 
     def received(self, source: str) -> tuple[int, int]:
         """The last pull that received something from a source, and the total bytes received from it."""
@@ -254,12 +254,12 @@ class PeerStore(Tier):
     def drop(self, names: Iterable[bytes]) -> None:
         """Forgets offers with any of these names: the failed ones, or else the latest one."""
         for name in names:
-            offers = self._found.get(name, [])
+            offers = self._by_name.get(name, [])
             for offer in [each for each in offers if each.has_failed] or offers[-1:]:
                 self.withdraw(offer.attempt)
 
     def _latest(self, name: bytes) -> Offer | None:
-        offers = self._found.get(name)
+        offers = self._by_name.get(name)
         return offers[-1] if offers else None
 
     # ---- a tier: see Tier ------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class PeerStore(Tier):
     def close(self) -> None:
         """Forgets everything."""
         self._offers.clear()
-        self._found.clear()
+        self._by_name.clear()
 
     def stats(self) -> dict[str, Any]:
         """Counts since start. bytes_read: of extents, bytes_pages and bytes_sums included, bytes_state not included."""

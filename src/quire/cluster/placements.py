@@ -66,7 +66,7 @@ class ServedModel(NamedTuple):
     check: Callable[[EngineConfig], object] = lambda config: None
 
 
-# ---- what a placement wants ------------------------------------------------------------------------------------------
+# ---- the instances of a placement ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,8 @@ def core_counts(threads: Sequence[int | None], num_cores: int) -> list[int]:
 
 
 def cache_sizes(given: Sequence[int | None], model: ServedModel) -> list[int]:
-    """Bytes of the cache of each instance. An instance with None gets an equal part of the remaining memory, of what
-    one engine would take, but at least a quarter of an equal part of one engine's cache.
+    """Bytes of the cache of each instance. None: an equal part of the memory that the others leave of what one engine
+    would take, but at least a quarter of an equal part of one engine's cache.
     """
     count, (weights, alone) = given.count(None), (model.weight_bytes, model.cache_bytes)
     rest = weights + alone - sum(weights + each for each in given if each is not None)
@@ -216,7 +216,7 @@ def _shared(is_local: bool) -> dict[str, str]:
     return SHARED if is_local else SHARED | SHARED_ON_RAY
 
 
-# ---- the way there ---------------------------------------------------------------------------------------------------
+# ---- the switch to a placement ---------------------------------------------------------------------------------------
 
 
 class SetRole(NamedTuple):
@@ -301,16 +301,16 @@ def match_instances(
 
     As many as possible stay, and of these as many as possible keep their roles.
     """
-    free, coming, kept = dict(present), list(wanted), dict[str, str]()
+    free, pending, kept = dict(present), list(wanted), dict[str, str]()
     for keeps_role in (True, False):
-        for spec in list(coming):
+        for spec in list(pending):
             for place, each in free.items():
                 if each.settings == spec.settings and (each.role == spec.role or not keeps_role):
                     kept[place] = spec.role
                     del free[place]
-                    coming.remove(spec)
+                    pending.remove(spec)
                     break
-    return kept, coming
+    return kept, pending
 
 
 def plan_switch(
@@ -352,16 +352,16 @@ class _SwitchPlanner:
     may_pause: bool
     here: dict[str, InstanceSpec] = field(init=False)
     goal: dict[str, str] = field(init=False)
-    coming: list[InstanceSpec] = field(init=False)
+    pending: list[InstanceSpec] = field(init=False)
 
     def __post_init__(self) -> None:
         self.here = {place: spec for place, spec in self.present.items() if place not in self.down}
-        self.goal, self.coming = match_instances(self.here, self.wanted)
+        self.goal, self.pending = match_instances(self.here, self.wanted)
 
     def actions(self) -> Iterator[Action]:
         """Yields the actions. The state already includes an action's effect when the next one is planned."""
         yield from (Remove(place) for place in self.present if place in self.down)
-        while self.coming or self._leaving():
+        while self.pending or self._leaving():
             spec = self._first_that_fits(self.here.values())
             if spec is not None:
                 place = self._free_place(spec.role)
@@ -378,7 +378,7 @@ class _SwitchPlanner:
         role = self.here.pop(leaves).role
         spec = self._first_that_fits(rest.values(), role)
         if spec is None:
-            assert rest, f"{self.coming} have no room alone"
+            assert rest, f"{self.pending} have no room alone"
             yield Remove(leaves)
         else:
             self._start(spec, leaves)
@@ -395,11 +395,11 @@ class _SwitchPlanner:
 
     def _first_that_fits(self, beside: Iterable[InstanceSpec], role: str = "") -> InstanceSpec | None:
         """The first instance to start that fits; instances with `role` come first."""
-        found = [spec for spec in self.coming if self._fits(spec, beside)]
+        found = [spec for spec in self.pending if self._fits(spec, beside)]
         return min(found, key=lambda spec: spec.role != role, default=None)
 
     def _start(self, spec: InstanceSpec, place: str) -> None:
-        self.coming.remove(spec)
+        self.pending.remove(spec)
         self.here[place], self.goal[place] = spec, spec.role
 
     def _free_place(self, role: str) -> str:
@@ -415,7 +415,7 @@ class _SwitchPlanner:
         safe = [place for place in leaving if self._is_safe(place)]
         if not safe and not self.may_pause:
             raise ConfigError(
-                f"the placement needs a pause: {_smallest(self.coming)}, the smallest new instance, and"
+                f"the placement needs a pause: {_smallest(self.pending)}, the smallest new instance, and"
                 f" {_smallest(self.here.values())}, the smallest that serves, do not fit into {self.capacity} together;"
                 " allow a pause, in which requests wait (quire cluster place --pause)"
             )
@@ -433,7 +433,7 @@ class _SwitchPlanner:
         rest = self._without(place)
         if any(each in self.goal for each in rest):
             return True
-        return any(self._fits(spec, [last]) for last in rest.values() for spec in self.coming)
+        return any(self._fits(spec, [last]) for last in rest.values() for spec in self.pending)
 
     def _covering(self, rest: Mapping[str, InstanceSpec]) -> Iterator[Action]:
         """Changes a role among the remaining instances if these alone would only do prompts or only decode."""

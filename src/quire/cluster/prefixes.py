@@ -116,14 +116,14 @@ class PrefixService(AsyncPrefixes):
 
     def _answer(self, question: PrefixQuery) -> None:
         try:
-            self._connections.send(ROUTER, asyncio.run(self._found(question)))
+            self._connections.send(ROUTER, asyncio.run(self._answered(question)))
         except QuireError as error:  # raised also for an answer that is too large to send
             self._connections.send(ROUTER, PrefixReply(question.number, error=str(error)))
         except Exception:
             log.exception("a question about prefixes")
             self._connections.send(ROUTER, PrefixReply(question.number, error="it failed to answer; see the log"))
 
-    async def _found(self, question: PrefixQuery) -> PrefixReply:
+    async def _answered(self, question: PrefixQuery) -> PrefixReply:
         number, visible = question.number, SaltFilter(question.salts)
         match question.kind:
             case PrefixQueryKind.PREFIXES:
@@ -154,21 +154,21 @@ class ClusterPrefixes:
         self._members, self._places = members, places
         self._send = send
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[PrefixReply]] = {}
+        self._pending: dict[int, asyncio.Future[PrefixReply]] = {}
         self._end: Exception | None = None
 
     def handle(self, answer: PrefixReply) -> None:
         """Takes the answer of an instance. Drops late answers."""
-        asked = self._asked.get(answer.number)
-        if asked is not None and not asked.done():
-            asked.set_result(answer)
+        reply = self._pending.get(answer.number)
+        if reply is not None and not reply.done():
+            reply.set_result(answer)
 
     def close(self, error: Exception) -> None:
         """Fails all pending and later queries with an error."""
         self._end = error
-        for asked in self._asked.values():
-            if not asked.done():
-                asked.set_exception(error)
+        for reply in self._pending.values():
+            if not reply.done():
+                reply.set_exception(error)
 
     async def prefixes(self, visible: SaltFilter) -> list[Prefix]:
         """The prefixes of each instance, parents first, with the instance's name."""
@@ -194,9 +194,9 @@ class ClusterPrefixes:
         Raises InstancesFailedError while an instance restarts: it would find the prefix on its disk again.
         """
         ready = {member.place for member in self._members.values() if member.ready is not None}
-        if coming := [place for place in self._places if place not in ready]:
+        if pending := [place for place in self._places if place not in ready]:
             raise InstancesFailedError(
-                f"{' and '.join(coming)} cannot be asked yet, and prefixes are dropped everywhere; try again later"
+                f"{' and '.join(pending)} cannot be asked yet, and prefixes are dropped everywhere; try again later"
             )
         answers = await self._ask_all(PrefixQueryKind.DROP, visible, key)
         if all(each.dropped is None for each in answers.values()):
@@ -217,21 +217,21 @@ class ClusterPrefixes:
         """
         if self._end is not None:
             raise self._end
-        asked: dict[str, asyncio.Future[PrefixReply]] = {}
+        replies: dict[str, asyncio.Future[PrefixReply]] = {}
         numbers = []
         for name, member in self._members.items():
             if member.ready is not None:
                 numbers.append(number := next(self._numbers))
-                asked[name] = self._asked[number] = asyncio.Future()
+                replies[name] = self._pending[number] = asyncio.Future()
                 if not self._send(name, PrefixQuery(number, kind, visible.begin, key)):
-                    asked[name].set_result(PrefixReply(number, error="it takes no messages now; try again"))
+                    replies[name].set_result(PrefixReply(number, error="it takes no messages now; try again"))
         try:
-            while waits := [each for name, each in asked.items() if name in self._members and not each.done()]:
+            while waits := [each for name, each in replies.items() if name in self._members and not each.done()]:
                 await asyncio.wait(waits, timeout=LOOK_SECONDS)
         finally:
             for number in numbers:
-                del self._asked[number]
-        found = {name: each.result() for name, each in asked.items() if each.done()}
+                del self._pending[number]
+        found = {name: each.result() for name, each in replies.items() if each.done()}
         for name, answer in found.items():
             if answer.error:
                 raise InstancesFailedError(f"instance {name}: {answer.error}")

@@ -22,7 +22,7 @@ END_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class _Instance:
-    """A process, and the pipe through which it ends together with this process while it starts."""
+    """A process and a pipe. If this process ends while the instance starts, the pipe closes, and the instance ends."""
 
     process: subprocess.Popen[bytes]
     writing: int

@@ -4,7 +4,7 @@ and keeps the deadlines.
 
     router    names the two instances, and passes each token on once
     source    computes the prompt, and holds its pages until the receiver has them or a lease ends
-        receiver  pulls the parts it lacks once it has room, and decodes once all parts have arrived
+    receiver  pulls the parts it lacks once it has room, and decodes once all parts have arrived
 
     router --Compute--> source       router --Receive--> receiver
                         source <--ManifestRequest, PartsRequest-- receiver

@@ -164,7 +164,7 @@ class Replanning:
             changed = [request for at, request in self._last if at >= self._replanner.since]
             found = await self._search(workload_of(changed), self._placement)
             if self._present() is not self._placement:
-                log.info("somebody has changed the instances meanwhile: what was found is not used")
+                log.info("the instances were changed meanwhile: the placement that was found is not used")
                 self._replanner.failed(self._clock())
                 return
             if not self._replanner.found(found.rate, found.present, self._clock()):

@@ -191,11 +191,11 @@ class Router:
         """Expires attempts, and begins those that waited for an instance."""
         now = self._clock()
         # A draining instance makes room for another one in its place.
-        is_coming = any(each.health in (Health.STARTING, Health.DRAINING) for each in self.members.values())
+        has_pending_instance = any(each.health in (Health.STARTING, Health.DRAINING) for each in self.members.values())
         for request in list(self._requests.values()):
             if request.state.phase is RequestPhase.QUEUED:
                 self._try(request)
-                if is_coming:
+                if has_pending_instance:
                     request.deadline = now + self._timeout
                 if request.state.phase is RequestPhase.QUEUED and now >= request.deadline:
                     request.reason = request.reason or "there is no instance"
@@ -327,7 +327,7 @@ class Router:
     def _again(self, request: RoutedRequest, before: RequestState) -> None:
         """Retries after a failed attempt."""
         log.warning(
-            "%s on %s: %s; %d tokens were told, %d attempts are left",
+            "%s on %s: %s; %d tokens were delivered, %d attempts are left",
             request.job.described(before.number), _instances(before), request.reason, before.delivered,
             request.state.tries,
         )  # fmt: skip

@@ -56,11 +56,11 @@ LEAST_PAUSE, MOST_PAUSE = 0.5, 30.0
 """Seconds before a failed instance is restarted; doubled after each further failure."""
 
 
-class InstancePlaces:
-    """The configuration of the instance at each place. A restarted instance takes the place of its predecessor.
+class DesiredInstances:
+    """The instances that the cluster should have, by place. A restarted instance takes the place of its predecessor.
 
-    specs  instances by place
-    cores  cores of this machine reserved for the instance, by place
+    specs  their configurations
+    cores  cores of this machine reserved for each
     """
 
     def __init__(self, model: ServedModel, *, is_local: bool) -> None:
@@ -123,7 +123,7 @@ class Supervisor:
     placement  placement of the first instances, in place of the settings' numbers
 
     limits      limits of requests: the given ones until instances are ready, then the strictest of all instances
-    places      places of the instances
+    desired     the instances that the cluster should have
     is_closing  whether `close` was called
     """
 
@@ -136,7 +136,7 @@ class Supervisor:
         tracer: Tracer | None = None,
         placement: Placement | None = None,
     ) -> None:
-        if placement is not None:  # with a file, Ray finds machines as without one
+        if placement is not None:  # a placement file changes nothing about how Ray finds machines
             prefill, decode, mixed = map(placement.count, candidates.Role)
             strategy = "pairs" if placement.in_pairs and settings.address is not None else "pack"
             settings = dataclasses.replace(settings, placement=strategy, prefill=prefill, decode=decode, mixed=mixed)
@@ -145,7 +145,7 @@ class Supervisor:
         self._secret = os.urandom(32)
         self._starts = itertools.count(1)
         self.processes = processes or (RayProcesses(settings) if settings.address else Processes())
-        self.places = InstancePlaces(model, is_local=self.processes.is_local)
+        self.desired = DesiredInstances(model, is_local=self.processes.is_local)
         self.is_closing = False
         self._pauses: dict[str, float] = {}
         self._watching: asyncio.Task[None] | None = None
@@ -158,7 +158,7 @@ class Supervisor:
             tracer=tracer,
         )  # fmt: skip
         self.members = self.router.members
-        self.cluster_prefixes = ClusterPrefixes(self.members, self.places.specs, self.send)
+        self.cluster_prefixes = ClusterPrefixes(self.members, self.desired.specs, self.send)
         self._connections = PeerConnections(
             ROUTER, self._secret, self, self._transport, compatibility_tag=compatibility_tag()
         )
@@ -170,14 +170,14 @@ class Supervisor:
         """Starts all instances, and waits until they are ready. Raises ConfigError or ModelError if one does not."""
         self._loop = asyncio.get_running_loop()
         instances = tuple(Instances(role, count) for role in ROLES if (count := getattr(self._settings, role)))
-        self.places.open(self.places.specs_of(instances if self._placement is None else self._placement.instances))
-        host = await self.processes.open(self.places.roles, self._model.config, self._model.weight_bytes)
+        self.desired.open(self.desired.specs_of(instances if self._placement is None else self._placement.instances))
+        host = await self.processes.open(self.desired.roles, self._model.config, self._model.weight_bytes)
         self._address = self._connections.listen(host)
-        for place in self.places.specs:
+        for place in self.desired.specs:
             self.launch(place)
         self._watching = asyncio.create_task(self._watch())
-        found = ", ".join(self.places.specs)
-        log.info("starting %s: %s; each loads the model", format_count(len(self.places.specs), "instance"), found)
+        found = ", ".join(self.desired.specs)
+        log.info("starting %s: %s; each loads the model", format_count(len(self.desired.specs), "instance"), found)
         async with asyncio.timeout(START_SECONDS):
             await self._wait_until_ready(time.monotonic())
         if self._start_error is not None:
@@ -191,7 +191,7 @@ class Supervisor:
                     await self._all_ready.wait()
             except TimeoutError:
                 present = {each.place for each in self.members.values() if each.ready is not None}
-                left = [place for place in self.places.specs if place not in present]
+                left = [place for place in self.desired.specs if place not in present]
                 log.info("%.0f s: still loading: %s", time.monotonic() - begun, ", ".join(left))
 
     async def close(self) -> None:
@@ -221,14 +221,14 @@ class Supervisor:
     def launch(self, place: str) -> str:
         """Starts an instance; returns its name."""
         name, model = f"{place}.{next(self._starts)}", self._model
-        role, settings = self.places.specs[place]
+        role, settings = self.desired.specs[place]
         options = {**model.options, **dict(settings.options)}
         if model.pins:
             options["cache.pin"] = None  # the file is on this machine, the instance perhaps on another
         launch_config = LaunchConfig(
             name, self._address, self._secret.hex(), model.name, options,
             None if model.config_file is None else str(model.config_file), self._transport, "127.0.0.1",
-            self.places.cores[place], self._settings.timeout, log.getEffectiveLevel(), model.config.cache.pin or "",
+            self.desired.cores[place], self._settings.timeout, log.getEffectiveLevel(), model.config.cache.pin or "",
             model.pins, model.salts,
         )  # fmt: skip
         member = Member(name, place, role, seen=time.monotonic(), group=self.processes.group(place))
@@ -255,7 +255,7 @@ class Supervisor:
         if is_first:
             self._start_error = self._start_error or ModelError(f"instance {member.place} did not start: {reason}")
             self._all_ready.set()
-        elif member.place in self.places and member.health is Health.DOWN:
+        elif member.place in self.desired and member.health is Health.DOWN:
             pause = self._pauses.get(member.place, LEAST_PAUSE)
             self._pauses[member.place] = min(2 * pause, MOST_PAUSE)
             assert self._loop is not None
@@ -295,7 +295,7 @@ class Supervisor:
 
     def _relaunch(self, place: str) -> None:
         is_there = any(each.place == place for each in self.members.values())
-        if not self.is_closing and place in self.places and not is_there:
+        if not self.is_closing and place in self.desired and not is_there:
             self.launch(place)
 
     def announce_peers(self) -> None:
@@ -337,7 +337,7 @@ class Supervisor:
         pinning = [limits for role, limits in known if limits is not None and role != "decode"]
         self.limits = narrowest(found or [self.limits], pinning or [self.limits])
 
-    # ---- links: on their threads -----------------------------------------------------------------------------------
+    # ---- Handler: on the threads of connections --------------------------------------------------------------------
 
     def receive(self, sender: str, message: Any, extents: Iterator[memoryview]) -> None:
         """See Handler."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from quire.cache.codecs.nuq import BLOCK_PAIRS, MAX_SLOTS, NUM_BOOK, NuqTables
+from quire.cache.codecs.nuq import BLOCK_PAIRS, CODEBOOK_SIZE, MAX_SLOTS, NuqTables
 from quire.cache.codecs.packing import MAX_BITS
 from quire.errors import ConfigError
 from quire.safe_io import atomic_write, check_regular
@@ -134,13 +134,13 @@ def check_tables(tables: NuqTables, num_layers: int, num_heads: int, head_dim: i
     wanted: dict[str, tuple[tuple[int, ...], float, float]] = {
         "key_order": ((pairs,), 0, pairs - 1),
         "key_bits": ((pairs // BLOCK_PAIRS,), 0, MAX_BITS),
-        "key_edges": ((head_dim, NUM_BOOK - 1), -infinite, infinite),
-        "key_books": ((head_dim, NUM_BOOK), -most, most),
+        "key_edges": ((head_dim, CODEBOOK_SIZE - 1), -infinite, infinite),
+        "key_books": ((head_dim, CODEBOOK_SIZE), -most, most),
         "key_weight": ((head_dim,), 0.0, most),
         "key_slots": ((), 0, MAX_SLOTS),
         "value_bits": ((), 1, MAX_BITS),
-        "value_edges": ((NUM_BOOK - 1,), -infinite, infinite),
-        "value_books": ((NUM_BOOK,), -most, most),
+        "value_edges": ((CODEBOOK_SIZE - 1,), -infinite, infinite),
+        "value_books": ((CODEBOOK_SIZE,), -most, most),
         "value_slots": ((), 0, MAX_SLOTS),
     }
     for name, (rest, low, high) in wanted.items():

@@ -52,7 +52,7 @@ class Engine:
     offloaded      returns the counters of offloading; None: nothing is offloaded
     context_limit  the origin of max_context, for messages: a setting, or the model's own limit
     exports        by request id, the sequences that another engine continues
-    lacks_room     whether the last step did nothing, because exports hold the room that requests wait for
+    is_blocked     whether the last step did nothing, because exports hold the room that requests wait for
     clock          seconds, monotonic; measures latencies, and ends pins and lifetimes
     """
 
@@ -84,7 +84,7 @@ class Engine:
         self.clock = clock
         self.names = TokenTexts(tokenizer)
         self.exports: dict[str, ExportedSequence] = {}
-        self.lacks_room = False
+        self.is_blocked = False
         self._requests: dict[str, Request] = {}
         self._answers: dict[Sequence, OutputProcessor] = {}
         self._next_seed = np.random.SeedSequence().generate_state(1, np.uint64).item()
@@ -237,7 +237,7 @@ class Engine:
         """Runs one step. Returns one output for each request that has new deltas."""
         self.scheduler.manager.tick(self.clock())
         step = self.scheduler.next_step()
-        self.lacks_room = step is None and self.has_work
+        self.is_blocked = step is None and self.has_work
         if step is None:
             return []
         if isinstance(step, Wait):

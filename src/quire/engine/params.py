@@ -69,7 +69,8 @@ class SamplingParams:
     ignore_eos: bool = False
     """Whether to continue past the model's end of text."""
     max_tokens: int | None = 16
-    """Most generated tokens. None is the rest of the context, and so is any larger number, which a server refuses."""
+    """Maximum number of generated tokens. None, or more than fits: the rest of the context. A server refuses more than
+    fits."""
     min_tokens: int = 0
     """Tokens generated before anything may end the answer."""
     logprobs: int | None = None

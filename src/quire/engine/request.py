@@ -131,9 +131,9 @@ class Sequence:
         """
         left, found = self.num_cached_tokens, dict[str, int]()
         for name, count in self.fetched.items():
-            if taken := min(count, left):
-                found[name] = taken
-                left -= taken
+            if counted := min(count, left):
+                found[name] = counted
+                left -= counted
         return {"arena": left, **found} if left else found
 
     @property

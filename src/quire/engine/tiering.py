@@ -134,13 +134,13 @@ class Tiering:
         dropped = manager.tree.discard(names)
         for dropped_chunks in dropped:
             manager.table.free(dropped_chunks.rows)
-        gone = [name for dropped_chunks in dropped for name in dropped_chunks.identity.names]
+        from_arena = [name for dropped_chunks in dropped for name in dropped_chunks.identity.names]
         if self.tiers is None:
-            return {"arena": len(gone)}
-        far = {*gone, *descendants, *names} - manager.tree.names_along(names) - set(kept)
+            return {"arena": len(from_arena)}
+        far = {*from_arena, *descendants, *names} - manager.tree.names_along(names) - set(kept)
         self._pins = [pin for pin in self._pins if pin.names[-1] not in far]
         self.tiers.unpin(far)
-        found = {"arena": len(gone), **self.tiers.count(far)}
+        found = {"arena": len(from_arena), **self.tiers.count(far)}
         self.tiers.drop(far)
         return found
 

@@ -3,7 +3,7 @@
 //     s_ij = q_i . k_j / sqrt(D)          over the positions j that row i may see: i - window < j <= i
 //     o_i  = sum_j exp(s_ij) v_j / sum_j exp(s_ij),      lse_i = log sum_j exp(s_ij)
 //
-// Defined by attention.reference; tests/kernels/test_attend.py compares the two.
+// Defined by attention.reference; tests/kernels/test_attention.py compares the two.
 //
 // A piece is a block of query rows of one sequence and a range of its chunks. A work item is a piece and a kv head, with num_rows * G query rows.
 // The item makes two scratch panels of each page, keys transposed and values, once for all its rows. Scores and the weighted sum are then two matrix

@@ -46,7 +46,7 @@ struct Profile {
     int32_t first_column, num_columns;   // its chunks in Plan.columns, in order of position
     int32_t start;                       // position of the first slot of the first chunk
     int32_t first_kept, num_kept;
-    int32_t num_peaks;                   // number of last rows, of which the largest attention is recorded; 0: the attention of all rows is summed
+    int32_t num_peaks;                   // 0: sums the attention of all rows; n: records the largest attention of the last n rows
 };
 
 // A chunk of a profiled path.

@@ -184,10 +184,10 @@ def _compile(compiler: Compiler, levels: list[str], out_dir: Path) -> None:
                 target = compiler.target_flags(LEVELS[level])
                 flags = (*FLAGS, *SOURCE_FLAGS.get(source.name, ()), *target)
                 commands.append([*compiler.command, *flags, "-c", str(source), "-o", objects[level][-1]])
-        told = time.monotonic()
+        reported = time.monotonic()
         for count, _ in enumerate(pool.map(lambda command: _run(command, scratch), commands), 1):
-            if time.monotonic() - told >= PROGRESS_SECONDS:
-                told = time.monotonic()
+            if time.monotonic() - reported >= PROGRESS_SECONDS:
+                reported = time.monotonic()
                 print(f"quire: compiled {count} of {len(commands)} files", file=sys.stderr, flush=True)
         for level in levels:
             library, stamp = _paths(out_dir, level)

@@ -43,13 +43,13 @@ inline lanes joined(const uint8_t* lines, int fields, int f) {
 // Looks up codes of a pair of channels: even lanes are codes of the first channel, odd lanes of the second. Up to 4 bits, both codebooks share one
 // register. Bits above a code are ignored.
 template <int BITS>
-struct PairBook {
+struct PairCodebook {
     lanes first, second;
-    PairBook(const uint16_t* a, const uint16_t* b) {
+    PairCodebook(const uint16_t* a, const uint16_t* b) {
         if constexpr (BITS > 4) {
             first = load_lanes(a), second = load_lanes(b);
         } else {
-            const auto of = [](const uint16_t* book) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(book)); };
+            const auto of = [](const uint16_t* codebook) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codebook)); };
             first = second = _mm512_inserti64x4(_mm512_castsi256_si512(of(a)), of(b), 1);
         }
     }
@@ -134,10 +134,10 @@ void block_keys(const NuqHead& head, int half, const uint8_t* lines, const uint8
     for (int p = 0; p < BLOCK_PAIRS; p++) {
         const int j = order[p];
         const float c = BY == BY_PAGE ? turns.cos[j] : 1.0f, s = BY == BY_PAGE ? turns.sin[j] : 0.0f;
-        const PairBook<BITS> book(head.key_lookup + j * BOOK, head.key_lookup + (j + half) * BOOK);
+        const PairCodebook<BITS> codebook(head.key_lookup + j * CODEBOOK_SIZE, head.key_lookup + (j + half) * CODEBOOK_SIZE);
 #pragma GCC unroll 4
         for (int quarter = 0; quarter < 4; quarter++) {
-            const lanes pairs = book(joined<BITS>(lines, 4 * BLOCK_PAIRS, 4 * p + quarter));
+            const lanes pairs = codebook(joined<BITS>(lines, 4 * BLOCK_PAIRS, 4 * p + quarter));
             _mm512_storeu_si512(out + j * ld + quarter * VL, turned<BY>(pairs, turns.pairs + j * TURNS<BY>, quarter * VL, c, s));
         }
     }

@@ -29,12 +29,12 @@ __attribute__((always_inline)) inline void block_scores(const NuqHead& head, int
                                                         const uint32_t* query, int steps, vf (&acc)[ROWS][P / VL]) {
     each<BLOCK_PAIRS>([&](auto p) __attribute__((always_inline)) {
         const int j = order[p];
-        const PairBook<BITS> book(head.key_lookup + j * BOOK, head.key_lookup + (j + half) * BOOK);
+        const PairCodebook<BITS> codebook(head.key_lookup + j * CODEBOOK_SIZE, head.key_lookup + (j + half) * CODEBOOK_SIZE);
         __m512bh row[ROWS];
         each<ROWS>([&](auto r) __attribute__((always_inline)) { row[r] = (__m512bh)_mm512_set1_epi32(static_cast<int>(query[r * steps + j])); });
         each<P / VL>([&](auto quarter) __attribute__((always_inline)) {
             asm volatile("" ::: "memory");   // otherwise the compiler loads all angles first, and spills them
-            const lanes pairs = book(joined<BITS>(lines, 4 * BLOCK_PAIRS, 4 * p + quarter));
+            const lanes pairs = codebook(joined<BITS>(lines, 4 * BLOCK_PAIRS, 4 * p + quarter));
             const __m512bh key = (__m512bh)turned<BY>(pairs, turns + j * TURNS<BY>, quarter * VL, 1.0f, 0.0f);
             each<ROWS>([&](auto r) __attribute__((always_inline)) { acc[r][quarter] = (vf)_mm512_dpbf16_ps((__m512)acc[r][quarter], row[r], key); });
         });

@@ -93,14 +93,14 @@ class HugePageAllocator:
         whole = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if len(self._block) < whole:
             self._block = huge_pages(max(whole, BLOCK_BYTES))
-        taken, self._block = self._block[:num_bytes], self._block[whole:]
-        return taken
+        block, self._block = self._block[:num_bytes], self._block[whole:]
+        return block
 
     def place(self, name: str, num_bytes: int, fill: Fill) -> torch.Tensor:
         """See WeightMemory.place."""
-        taken = self.take(num_bytes)
-        fill(taken)
-        return taken
+        block = self.take(num_bytes)
+        fill(block)
+        return block
 
 
 def trim_heap() -> None:

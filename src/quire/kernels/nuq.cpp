@@ -90,11 +90,11 @@ void pack(int fields, int bits, const Code& code, uint8_t*& out) {
 
 // Looks up VL codes in a codebook of 32 floats. Only the first 2^BITS are used.
 template <int BITS>
-inline vf looked_up(const float* book, vu code) {
+inline vf looked_up(const float* codebook, vu code) {
 #if defined(__AVX512F__)
-    return (vf)_mm512_permutex2var_ps(_mm512_loadu_ps(book), (__m512i)code, _mm512_loadu_ps(book + VL));
+    return (vf)_mm512_permutex2var_ps(_mm512_loadu_ps(codebook), (__m512i)code, _mm512_loadu_ps(codebook + VL));
 #elif defined(__AVX2__)
-    const auto eight = [&](int first) { return _mm256_permutevar8x32_ps(_mm256_loadu_ps(book + first), (__m256i)code); };
+    const auto eight = [&](int first) { return _mm256_permutevar8x32_ps(_mm256_loadu_ps(codebook + first), (__m256i)code); };
     const auto choose = [&](__m256 low, __m256 high, int bit) {   // the sign of a lane chooses
         return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32((__m256i)code, 31 - bit)));
     };
@@ -103,7 +103,7 @@ inline vf looked_up(const float* book, vu code) {
     else return (vf)choose(choose(eight(0), eight(8), 3), choose(eight(16), eight(24), 3), 4);
 #else
     vf found;
-    for (int i = 0; i < VL; i++) found[i] = book[code[i]];
+    for (int i = 0; i < VL; i++) found[i] = codebook[code[i]];
     return found;
 #endif
 }
@@ -147,16 +147,16 @@ void encode_keys(const NuqHead& head, int D, const Slots* x, Slots* missing, uin
     int bits_of[MOST_CHANNELS / 2];
     for (int p = 0; p < half; p++) bits_of[head.order[p]] = head.bits[p / BLOCK_PAIRS];
     for (int d = 0; d < D; d++) {
-        const float* edges = head.key_edges + d * (BOOK - 1);
-        const float* book = head.key_books + d * BOOK;
+        const float* edges = head.key_edges + d * (CODEBOOK_SIZE - 1);
+        const float* codebook = head.key_codebooks + d * CODEBOOK_SIZE;
         const int last = (1 << bits_of[d < half ? d : d - half]) - 1;
         for (int i = 0; i < VECTORS; i++) {
             vi code{};
-            vf found = splat(book[0]);
+            vf found = splat(codebook[0]);
             for (int e = 0; e < last; e++) {
                 const vi beyond = x[d].at[i] > splat(edges[e]);
                 code -= beyond;
-                found = blend(beyond, splat(book[e + 1]), found);
+                found = blend(beyond, splat(codebook[e + 1]), found);
             }
             missing[d].at[i] = x[d].at[i] - found;
             largest.offer(i, missing[d].at[i] * missing[d].at[i] * splat(head.key_weight[d]), d);
@@ -176,7 +176,7 @@ void encode_keys(const NuqHead& head, int D, const Slots* x, Slots* missing, uin
 
 void encode_values(const NuqHead& head, int D, const Slots* x, Slots* missing, uint8_t* codes, uint8_t* page) {
     const int last = (1 << head.value_bits) - 1;
-    const float *edges = head.value_edges, *book = head.value_books;
+    const float *edges = head.value_edges, *codebook = head.value_codebooks;
     const float number = static_cast<float>(D - head.value_slots);
     Largest largest;
     Slots s, z;
@@ -200,12 +200,12 @@ void encode_values(const NuqHead& head, int D, const Slots* x, Slots* missing, u
         vf scale = (high - low) * 0.5f, offset = middle, total{};
         for (int d = 0; d < D; d++) total = total + blend(is_outer(d), vf{}, x[d].at[i] - middle);
         for (int round = 0; round < 2; round++) {
-            vf bounds[BOOK], sum_c{}, sum_cc{}, sum_cx{};
+            vf bounds[CODEBOOK_SIZE], sum_c{}, sum_cc{}, sum_cx{};
             for (int e = 0; e < last; e++) bounds[e] = splat(edges[e]) * scale + offset;
             for (int d = 0; d < D; d++) {
                 const vi outer = is_outer(d);
-                vf c = splat(book[0]);
-                for (int e = 0; e < last; e++) c = blend(x[d].at[i] > bounds[e], splat(book[e + 1]), c);
+                vf c = splat(codebook[0]);
+                for (int e = 0; e < last; e++) c = blend(x[d].at[i] > bounds[e], splat(codebook[e + 1]), c);
                 c = blend(outer, vf{}, c);
                 sum_c = sum_c + c;
                 sum_cc = sum_cc + c * c;
@@ -227,15 +227,15 @@ void encode_values(const NuqHead& head, int D, const Slots* x, Slots* missing, u
             s.floats()[t] = half_value(page + head.at_ranges + 2 * t);
             z.floats()[t] = half_value(page + head.at_ranges + 2 * (PAGE + t));
         }
-        vf bounds[BOOK];
+        vf bounds[CODEBOOK_SIZE];
         for (int e = 0; e < last; e++) bounds[e] = splat(edges[e]) * s.at[i] + z.at[i];
         for (int d = 0; d < D; d++) {
             vi code{};
-            vf c = splat(book[0]);
+            vf c = splat(codebook[0]);
             for (int e = 0; e < last; e++) {
                 const vi above = x[d].at[i] > bounds[e];
                 code -= above;
-                c = blend(above, splat(book[e + 1]), c);
+                c = blend(above, splat(codebook[e + 1]), c);
             }
             missing[d].at[i] = x[d].at[i] - (c * s.at[i] + z.at[i]);
             put_codes(code, codes + d * PAGE + i * VL);
@@ -280,8 +280,8 @@ void decode_page(const NuqHead& head, int D, const uint8_t* page, float* k, floa
                 constexpr int BITS = decltype(bits)::value;
                 unpack<BITS>(4 * BLOCK_PAIRS, in, [&](int field, int i, vu code) {
                     const int d = pairs[field / 4], slot = field % 4 * 16 + i * VL;
-                    store(channels[d] + slot, looked_up<BITS>(head.key_books + d * BOOK, code & 0xffffu));
-                    store(channels[d + half] + slot, looked_up<BITS>(head.key_books + (d + half) * BOOK, code >> 16));
+                    store(channels[d] + slot, looked_up<BITS>(head.key_codebooks + d * CODEBOOK_SIZE, code & 0xffffu));
+                    store(channels[d + half] + slot, looked_up<BITS>(head.key_codebooks + (d + half) * CODEBOOK_SIZE, code >> 16));
                 });
             });
             in += LINE * head.bits[block];
@@ -307,8 +307,8 @@ void decode_page(const NuqHead& head, int D, const uint8_t* page, float* k, floa
             for (int first = 0; first < D; first += 16, in += 2 * LINE * BITS)
                 unpack<BITS>(PAGE / 2, in, [&](int field, int i, vu code) {
                     float* row = v + 2 * field * D + first + i * VL;
-                    store(row, looked_up<BITS>(head.value_books, code & 0xffffu) * scale[2 * field] + offset[2 * field]);
-                    store(row + D, looked_up<BITS>(head.value_books, code >> 16) * scale[2 * field + 1] + offset[2 * field + 1]);
+                    store(row, looked_up<BITS>(head.value_codebooks, code & 0xffffu) * scale[2 * field] + offset[2 * field]);
+                    store(row + D, looked_up<BITS>(head.value_codebooks, code >> 16) * scale[2 * field + 1] + offset[2 * field + 1]);
                 });
         });
         add_slots(page + head.at_value_slots, head.value_slots, D, v);

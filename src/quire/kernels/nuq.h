@@ -4,21 +4,21 @@
 
 namespace quire {
 
-constexpr int PAGE = 64;          // slots
-constexpr int BOOK = 32;          // centroids of a codebook; a narrower code uses only the first ones
+constexpr int PAGE = 64;            // slots
+constexpr int CODEBOOK_SIZE = 32;   // centroids of a codebook; a narrower code uses only the first ones
 constexpr int BLOCK_PAIRS = 4;
 constexpr int SLOT_BYTES = 3 * PAGE;
-constexpr int LINE = 64;          // bytes
+constexpr int LINE = 64;            // bytes
 
 // The tables for the pages of one layer and head. attention/nuq.py builds them and has a mirror of the struct.
 QUIRE_STRUCT(NuqHead,
     (const uint8_t*, order)          // [D/2] pairs of channels in the order of their codes
     (const uint8_t*, bits)           // [D/8] width of each block of four pairs
     (const float*, key_edges)        // [D, 31]
-    (const float*, key_books)        // [D, 32]
+    (const float*, key_codebooks)    // [D, 32]
     (const float*, key_weight)       // [D]
     (const float*, value_edges)      // [31]
-    (const float*, value_books)      // [32]
+    (const float*, value_codebooks)  // [32]
     (const uint16_t*, key_lookup)    // bf16 [D, 32]: each channel's codebook, repeated to fill the register
     (const uint16_t*, value_lookup)  // bf16 [32]
     (int32_t, key_slots) (int32_t, value_bits) (int32_t, value_slots)  // counts

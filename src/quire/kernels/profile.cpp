@@ -6,7 +6,7 @@
 // Instead of sums, a profile may record peaks: for each column, the largest exp(s_ij - lse_i) of any query head and of any row at least
 // Column.far tokens later.
 //
-// Defined by attention/profile.py; tests/kernels/test_profile_kernel.py compares the two.
+// Defined by attention/profile.py; tests/kernels/test_profile.py compares the two.
 //
 // Attention stores the lse of every row, so a probability needs only its score. For slices of one row, attention stores the scores too; other scores
 // are computed again. A work item is a chunk of a path and a kv head: one panel of keys for all query rows that see the chunk. Queries are rotated

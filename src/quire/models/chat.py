@@ -16,7 +16,7 @@ from quire.models import render
 from quire.models.child import DIED, TIMED_OUT, ChildProcess
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-"""The roles that the server takes."""
+"""The roles of chat requests and pins. /v1/responses takes four of them."""
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "chat_template", "tokenize"})
 """Variables that a caller cannot set: they have another source, or belong to a feature that Quire lacks."""
@@ -90,8 +90,8 @@ class ChatTemplate:
             plain = copy.plain(messages, "messages")
         except RecursionError:
             raise RequestError("messages or variables are nested too deep for a chat template", "messages") from None
-        if taken := RESERVED & given.keys() | {name for name in given if name.endswith("_token")}:
-            raise RequestError(f"a chat template's {', '.join(sorted(taken))} cannot be set", "chat_template_kwargs")
+        if reserved := RESERVED & given.keys() | {name for name in given if name.endswith("_token")}:
+            raise RequestError(f"a chat template's {', '.join(sorted(reserved))} cannot be set", "chat_template_kwargs")
         names = {
             **self._special_tokens,
             "tools": None,

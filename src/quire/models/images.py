@@ -205,7 +205,7 @@ def ensure_image(wanted: ImageSpec, make: Callable[[WeightMemory], object]) -> I
 
     Raises ImageError if it cannot be written or read.
     """
-    is_told = False
+    is_logged = False
     while True:
         try:
             image = _whole(open_image(wanted.origin))
@@ -221,9 +221,9 @@ def ensure_image(wanted: ImageSpec, make: Callable[[WeightMemory], object]) -> I
                 writer.finish(wait=True)
             break
         except ImageBusyError:
-            if not is_told:
+            if not is_logged:
                 log.warning("waiting for another process, which writes the layer image %s", image_path(wanted.origin))
-            is_told = True
+            is_logged = True
             time.sleep(BUSY_SECONDS)
     try:
         return _whole(open_image(wanted.origin))

@@ -4,7 +4,7 @@
     gated(g, u) = g / (1 + exp(-g)) * u                     linear(x) = x weight^T + bias
 
 Sums in float32, and so are the logits that a head returns. Defined by `layers.TorchOps`; tests/kernels/
-triton_interpreter and tests/gpu hold the two together.
+triton_interpreter and tests/gpu compare the two.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 

@@ -102,7 +102,7 @@ class Scratch:
     """Working memory of a stage of a layer, in bytes per sequence of a micro-batch.
 
     num_bytes  of any placement
-    of_cache   times the share of the cache that has its home on the first tier
+    of_cache   times the share of the cache that resides on the first tier
     """
 
     num_bytes: float
@@ -437,15 +437,15 @@ class CostModel:
         for tier in range(1, last):
             found[self.machine.tiers[tier]] = self._middle_tier(tier)
         if last:
-            kept = self._homes(last, self.workload.prompt_tokens, peak=True)
+            kept = self._resident(last, self.workload.prompt_tokens, peak=True)
             if self.options.whole_on_last:
                 others = self.share(Kind.WEIGHTS, range(last))
                 kept = kept + others * (self.sizes.layer_bytes * self.sizes.num_layers)
             found[self.machine.tiers[last]] = [kept]
         return found
 
-    def _homes(self, tier: int, hidden_tokens: float, *, peak: bool) -> Linear:
-        """Bytes of what has its home on a tier; peak: with the cache of all tokens to be generated."""
+    def _resident(self, tier: int, hidden_tokens: float, *, peak: bool) -> Linear:
+        """Bytes of what resides on a tier; peak: with the cache of all tokens to be generated."""
         sizes, work = self.sizes, self.workload
         cached = work.held_tokens(self.block, work.output_tokens if peak else 0)
         return (
@@ -468,7 +468,7 @@ class CostModel:
         found = []
         for tokens, stages in ((work.prompt_tokens, sizes.prefill), (1.0, sizes.decode)):
             hidden = self.beyond(Kind.HIDDEN, 0) * (self.options.hidden_buffers * self._hidden(tokens * batch))
-            base = self._homes(0, tokens, peak=True) + weights + hidden + kept
+            base = self._resident(0, tokens, peak=True) + weights + hidden + kept
             if stages is sizes.decode or self.options.early_buffers:
                 base = base + cache
             found += [base + scratch * batch for scratch in self._scratch(stages)]
@@ -485,13 +485,13 @@ class CostModel:
         sizes, work, batch = self.sizes, self.workload, self.micro_batch
         prompt_hidden = self._hidden(work.prompt_tokens * batch)
         prefill = (
-            self._homes(tier, work.prompt_tokens, peak=self.options.early_cpu_cache)
+            self._resident(tier, work.prompt_tokens, peak=self.options.early_cpu_cache)
             + self.beyond(Kind.WEIGHTS, tier - 1) * sizes.layer_bytes
             + self.beyond(Kind.HIDDEN, tier - 1) * prompt_hidden
         )
         cached = work.cached_tokens(batch, work.output_tokens)
         decode = (
-            self._homes(tier, 1, peak=True)
+            self._resident(tier, 1, peak=True)
             + self.beyond(Kind.WEIGHTS, tier) * sizes.layer_bytes
             + self.beyond(Kind.HIDDEN, tier) * (2 * sizes.hidden_bytes * batch)
             + self.beyond(Kind.CACHE, tier) * (2 * sizes.cache_bytes * cached)

@@ -128,12 +128,12 @@ def branch_of(engine: Engine, key: bytes, disk_index: DiskPrefixIndex, visible: 
     if not names:
         return None
     descendants, now = disk_index.descendants(key), time.time()
-    along, gone = set(names), {key, *descendants}
+    along, dropped = set(names), {key, *descendants}
     pinned = {name for name in names if disk_index.pins.get(name, 0.0) > now}
     pinned = set() if key in pinned else pinned
     kept: set[bytes] = set()
     for index in range(len(names) - 2, -1, -1):
-        if names[index] in pinned or disk_index.after.get(names[index], set()) - along - gone:
+        if names[index] in pinned or disk_index.after.get(names[index], set()) - along - dropped:
             kept.update(names[: index + 1])
             break
     return Branch(names, descendants, kept)

@@ -235,21 +235,21 @@ def _add_api(app: FastAPI, service: Service, document: ApiDocument) -> None:
 
 def _add_prefixes(app: FastAPI, service: Service, document: ApiDocument) -> None:
     """Adds the routes of cached prefixes."""
-    add, path, asked = document.add, "/v1/cache/prefixes", (400, 401, 403, 404, 500, 503)
+    add, path, statuses = document.add, "/v1/cache/prefixes", (400, 401, 403, 404, 500, 503)
     add(
         "POST", path, "warm", "Compute or fetch a prefix ahead of the requests that begin with it.",
-        functools.partial(warm_prefix, service), shapes.WarmPrefix, *asked, 413, 429, body=PrefixRequest,
+        functools.partial(warm_prefix, service), shapes.WarmPrefix, *statuses, 413, 429, body=PrefixRequest,
     )  # fmt: skip
     add(
         "GET", path, "listing", "List the caller's prefixes in the arena and on the disk.",
-        functools.partial(list_prefixes, service), shapes.ListedPrefixes, *asked, query={"limit": LIMIT},
+        functools.partial(list_prefixes, service), shapes.ListedPrefixes, *statuses, query={"limit": LIMIT},
     )  # fmt: skip
     add(
         "DELETE", path, "drop", "Drop a prefix and all its descendants.",
-        functools.partial(drop_prefix, service), shapes.DroppedPrefix, *asked, 413, body=DropRequest,
+        functools.partial(drop_prefix, service), shapes.DroppedPrefix, *statuses, 413, body=DropRequest,
     )  # fmt: skip
 
-    @app.get("/v1/cache/prefixes/{key}", **document.operation(shapes.ListedPrefix, *asked))
+    @app.get("/v1/cache/prefixes/{key}", **document.operation(shapes.ListedPrefix, *statuses))
     async def show(request: Request, key: str) -> Response:
         """Describe one of the caller's prefixes."""
         return await show_prefix(service, request, key)

@@ -159,8 +159,8 @@ class BodyReader:
             try:
                 await held.enter_async_context(self.parsed.hold(size, self.memory_limiter.seconds))
             except TimeoutError:
-                taken = self.parsed.size - self.parsed.free
-                raise _full(f"parsed request bodies of {taken} bytes in total are in use") from None
+                used = self.parsed.size - self.parsed.free
+                raise _full(f"parsed request bodies of {used} bytes in total are in use") from None
             yield
 
     def _too_large(self) -> ApiError:

@@ -233,7 +233,7 @@ def check_continued(messages: list[Any] | None, begins_answer: bool | None, cont
         message = "'continue_final_message' needs an assistant's last message with text"
         raise bad_request(message, "continue_final_message")
     if continues and messages and messages[-1].tool_calls:
-        raise bad_request("'continue_final_message' cannot go on behind 'tool_calls'", "continue_final_message")
+        raise bad_request("'continue_final_message' cannot continue after 'tool_calls'", "continue_final_message")
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -372,7 +372,7 @@ class ChatRequest(ConversationFields, BaseCompletionRequest):
         check_continued(self.messages, self.add_generation_prompt, self.continue_final_message)
         last = self.messages[-1].role
         if self.echo and not (last == "assistant" and (self.continue_final_message or not self.begins_answer)):
-            raise bad_request("'echo' needs an assistant's last message that the answer goes on with", "echo")
+            raise bad_request("'echo' needs an assistant's last message that the answer continues", "echo")
         if self.stream and self.prompt_logprobs is not None:
             message = "'prompt_logprobs' is not supported when 'stream' is true"
             raise bad_request(message, "prompt_logprobs", "unsupported_value")

@@ -46,7 +46,7 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
     jobs: list[PromptJob] = []
     made: dict[int, SamplingParams] = {}
     scored = body.logprobs if body.echo else None
-    asked = [each for each in (scored, body.prompt_logprobs) if each is not None]
+    alternatives = [each for each in (scored, body.prompt_logprobs) if each is not None]
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     encoded = iter(await service.request_tokenizer.encode_all(texts, body.add_special_tokens is not False, "prompt"))
     for prompt in body.prompt:
@@ -63,14 +63,14 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
             default_tokens=MAX_TOKENS,
             param="prompt",
             logprobs=body.logprobs,
-            prompt_logprobs=max(asked) if asked else None,
+            prompt_logprobs=max(alternatives) if alternatives else None,
             text=text,
             made=made,
         )
         jobs.append(job)
     echoed = {"logprobs": body.logprobs} if body.echo else {}
-    asked_for = echoed | {"prompt_logprobs": body.prompt_logprobs}
-    check_prompt_logprobs(asked_for, body.n or 1, sum(len(job.prompt_ids) for job in jobs))
+    requested = echoed | {"prompt_logprobs": body.prompt_logprobs}
+    check_prompt_logprobs(requested, body.n or 1, sum(len(job.prompt_ids) for job in jobs))
     return jobs
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
-"""Paths that never wait for others."""
+"""Paths of requests that never wait for other requests."""
 
 
 class ConnectionState(enum.Enum):
@@ -116,7 +116,7 @@ class HttpConnection(HttpToolsProtocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
+        """The connection has ended."""
         self.state = ConnectionState.CLOSED
         self.manager.remove(self, self.address)
         self._unset_keepalive_if_required()
@@ -143,9 +143,9 @@ class HttpConnection(HttpToolsProtocol):
             self.non_body_bytes += len(part)
             try:
                 self.parser.feed_data(part)
-            except httptools.HttpParserUpgrade as asked:
+            except httptools.HttpParserUpgrade as upgrade:
                 # To HTTP/2 or to a web socket. A server may ignore this request.
-                part = rest[: max(1, asked.args[0])]
+                part = rest[: max(1, upgrade.args[0])]
             except httptools.HttpParserError:
                 self.refuse(_not_http())
             rest = rest[len(part) :]
@@ -254,7 +254,7 @@ class HttpConnection(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Logs nothing: any client could fill the log."""
 
-    # Ends.
+    # Ends of a connection.
 
     def refuse(self, error: ApiError) -> None:
         """Answers `error`, unless another answer has begun, and closes."""

@@ -109,7 +109,7 @@ class ConnectionManager:
             connection.abort()
             return
         is_silent, is_paused = connection.is_silent(), connection.flow.read_paused
-        # Where nothing is read, nobody sees the end of the client's stream.
+        # While the server reads nothing from the socket, asyncio does not report the end of the client's stream.
         if is_paused and not is_silent and has_ended(connection.transport.get_extra_info("socket").fileno()):
             connection.disconnect_probe.start()
         waited = now - connection.since
@@ -136,8 +136,8 @@ class ConnectionManager:
         return len(self.open) > self.limits.connections + self.limits.lingering
 
     def refuse_ahead(self, last: HttpConnection) -> None:
-        """Too many bytes are ahead of turns and of answers. Refuses the last connection that got some if they are ahead
-        of its own answers, which no usual client does, and otherwise the connection with the most.
+        """Refuses a connection because too many bytes were read ahead: the last one that read some, if it sends
+        requests before the answers to earlier ones, as usual clients do not; otherwise the one that has read the most.
         """
         largest = last if last.pipeline else max(last, *self.open, key=lambda each: each.ahead.num_bytes)
         message = (

@@ -72,10 +72,10 @@ async def create_embeddings(service: Service, request: Request) -> Response:
 def _encoded(body: EmbeddingsRequest, index: int, vector: list[float]) -> bytes:
     """An embedding as JSON. Takes 2 ms for 4096 numbers."""
     part = normalized(vector[: body.dimensions])
-    told: list[float] | str = part
+    encoded: list[float] | str = part
     if body.encoding_format == "base64":
-        told = base64.b64encode(struct.pack(f"<{len(part)}f", *part)).decode()
-    data: shapes.Embedding = {"object": "embedding", "index": index, "embedding": told}
+        encoded = base64.b64encode(struct.pack(f"<{len(part)}f", *part)).decode()
+    data: shapes.Embedding = {"object": "embedding", "index": index, "embedding": encoded}
     return json_bytes(data)
 
 

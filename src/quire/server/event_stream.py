@@ -35,16 +35,16 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
     The body must have been read, so that the next message of `receive` is the disconnect.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnect(receive))
+    disconnected = asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnected
         return task.result()
     finally:
-        gone.cancel()
+        disconnected.cancel()
         task.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.gather(task, disconnected, return_exceptions=True)
 
 
 async def _disconnect(receive: Receive) -> None:

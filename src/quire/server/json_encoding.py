@@ -36,7 +36,8 @@ UNCOUNTED_BYTES = 64 * 1024
 
 Bytes = bytes | bytearray
 
-# Down to the parts of an item of a response in an event. Log-probabilities are deeper: they are encoded in slices.
+# Levels of nesting that are encoded in pieces: as deep as the parts of an item of a response in an event.
+# Log-probabilities lie deeper and are encoded in slices.
 _LEVELS = 6
 
 
@@ -117,7 +118,7 @@ class AnswerByteLimiter:
         """Counts the bytes of one answer within the context. Yields a function that adds (or subtracts) bytes. It
         raises ApiError 503 if other answers leave no room, and 400 if this answer exceeds the limit alone.
 
-        what, param  names in that error what makes the answer large
+        what, param  for that error: the content that makes the answer large, and the parameter that requests it
         """
         size = counted = 0
 

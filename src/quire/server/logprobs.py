@@ -30,13 +30,13 @@ LOWEST = -9999.0
 """OpenAI's value for minus infinity, which JSON cannot represent."""
 
 
-def check_prompt_logprobs(asked: Mapping[str, int | None], num_choices: int, num_tokens: int) -> None:
+def check_prompt_logprobs(requested: Mapping[str, int | None], num_choices: int, num_tokens: int) -> None:
     """Raises ApiError 400 if an answer would have too many log-probabilities of prompts.
 
-    asked       alternatives per token, by parameter; None: not given
+    requested   alternatives per token, by parameter; None: not given
     num_tokens  tokens of all prompts
     """
-    found = {name: each for name, each in asked.items() if each is not None}
+    found = {name: each for name, each in requested.items() if each is not None}
     num_scores = num_choices * num_tokens * sum(each + 1 for each in found.values())
     if num_scores > MAX_PROMPT_LOGPROBS:
         raise bad_request(

@@ -44,12 +44,12 @@ class ModelCapabilities:
         if others := sorted(kinds.keys() - MODULES):
             return cls(unsupported=f"the module {others[0]}")
         config = _read(folder / kinds.get("Pooling", "1_Pooling") / "config.json")
-        asked = _poolings(config if isinstance(config, dict) else {}) or ["mean"]
-        if wrong := [name for name in asked if name not in POOLINGS]:
+        poolings = _poolings(config if isinstance(config, dict) else {}) or ["mean"]
+        if wrong := [name for name in poolings if name not in POOLINGS]:
             return cls(unsupported=f"the pooling {wrong[0]}")
-        if len(asked) > 1:
-            return cls(unsupported=f"the poolings {' and '.join(asked)} side by side")
-        return cls(True, POOLINGS[asked[0]])
+        if len(poolings) > 1:
+            return cls(unsupported=f"the poolings {' and '.join(poolings)} side by side")
+        return cls(True, POOLINGS[poolings[0]])
 
 
 def _poolings(config: dict[str, Any]) -> list[str]:

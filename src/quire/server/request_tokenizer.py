@@ -155,13 +155,13 @@ class RequestTokenizer:
 
         def run() -> ChatText:
             given, opens = messages(), add_generation_prompt and not continues
-            told = [tool.for_template() for tool in tools]
-            self._check_chars(_num_chars(given) + _num_chars(told) + _num_chars(variables or {}), param)
+            schemas = [tool.for_template() for tool in tools]
+            self._check_chars(_num_chars(given) + _num_chars(schemas) + _num_chars(variables or {}), param)
             if continues:
                 given[-1] = {**given[-1], "content": given[-1]["content"] + END}
             chat = render_chat(self.engine.tokenizer, given, tools, variables, opens, keep_tokens=self._keep_tokens)
             if continues and END not in chat.escaped:
-                message = "the chat template changes the last message, so that it cannot be gone on with"
+                message = "the chat template changes the last message, so that it cannot be continued"
                 raise bad_request(message, "continue_final_message")
             return ChatText(chat.escaped[: chat.escaped.rfind(END)], chat.escape) if continues else chat
 

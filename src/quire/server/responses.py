@@ -125,11 +125,11 @@ class ResponseRenderer(Renderer):
 
     async def render(self, deltas: Iterable[ChoiceDelta], begun: int | None) -> Iterable[bytes]:
         """See Renderer."""
-        taken = list(deltas)
+        ready = list(deltas)
         first = () if begun is None else map(self._about, ("created", "in_progress"))
-        make = functools.partial(self._sent, itertools.chain(first, *map(self._events, taken)))
+        make = functools.partial(self._sent, itertools.chain(first, *map(self._events, ready)))
         # The last events repeat all log-probabilities.
-        is_large = self.num_scores and any(delta.finish_reason is not None for delta in taken)
+        is_large = self.num_scores and any(delta.finish_reason is not None for delta in ready)
         news = await self.service.make_answer(self.num_scores, make) if is_large else make()
         return (news,) if news else ()
 
@@ -139,9 +139,9 @@ class ResponseRenderer(Renderer):
 
     def failed(self, error: ApiError) -> bytes:
         """See Renderer."""
-        said = error.body()["error"]
-        told = {name: said[name] for name in ("code", "message", "param")}
-        return self._sent([{"type": "error", **told}])
+        body = error.body()["error"]
+        shown = {name: body[name] for name in ("code", "message", "param")}
+        return self._sent([{"type": "error", **shown}])
 
     def _sent(self, events: Iterable[NamedEvent]) -> bytes:
         """Encodes and numbers events."""

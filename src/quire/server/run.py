@@ -140,7 +140,7 @@ async def serve(
             ws="none",
             log_level="warning",
             access_log=False,
-            use_colors=False,  # otherwise it asks stdout, which may be closed
+            use_colors=False,  # otherwise uvicorn calls stdout.isatty(), and stdout may be closed
             lifespan="off",
             server_header=False,
             timeout_keep_alive=75,

@@ -450,8 +450,8 @@ _PASSED_ON = tuple(
     for each in dataclasses.fields(SamplingParams)
     if each.name not in ("max_tokens", "logprobs", "prompt_logprobs", "structured_outputs")
 )
-"""Fields of SamplingParams that requests with a field of that name hand on as they are. The endpoints work out the four
-others, whose values in a request may mean something else.
+"""Fields of SamplingParams that are taken unchanged from the request's field of the same name. The endpoints compute
+the other four, whose values in a request may have another meaning.
 """
 
 

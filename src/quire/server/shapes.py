@@ -1,8 +1,8 @@
 """The answers of the API, field by field.
 
-The code that builds an answer writes it as a dict of one of these types: mypy checks its keys and values, and nothing
-runs besides. /openapi.json is generated from the same types, and tests/server/test_document.py holds real answers to
-them.
+The code that builds an answer writes it as a dict of one of these types: mypy checks its keys and values,
+which costs no time at run time. /openapi.json is generated from the same types, and tests/server/test_shapes.py
+checks real answers against them.
 """
 
 from __future__ import annotations

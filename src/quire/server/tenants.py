@@ -2,7 +2,7 @@
 sees.
 
 Knows names of tenants, not their keys. Their isolation follows from the salts that this module makes. The grammar
-compiler takes the part of a salt before the slash for the tenant, to share its places out.
+compiler uses the part of a salt before the slash as the tenant, and limits each tenant's share of its queue and memory.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Tenants:
         """Whether there are separate tenants."""
         return bool(self.names)
 
-    def salt(self, tenant: str, asked: str | None = None) -> str:
-        """The engine's salt for a request of `tenant` with `asked` as its `cache_salt`."""
+    def salt(self, tenant: str, cache_salt: str | None = None) -> str:
+        """The engine's salt for a request of `tenant` with this `cache_salt`."""
         if not self.are_isolated:
-            return asked or ""
-        # A digest of `asked`: the name and 256 characters would exceed the engine's limit.
-        own = hashlib.blake2b(asked.encode(), digest_size=16).hexdigest() if asked else ""
+            return cache_salt or ""
+        # A digest of `cache_salt`: the name and 256 characters would exceed the engine's limit.
+        own = hashlib.blake2b(cache_salt.encode(), digest_size=16).hexdigest() if cache_salt else ""
         return f"{tenant}/{own}"
 
     def visible_salts(self, tenant: str) -> SaltFilter:

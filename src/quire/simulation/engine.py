@@ -320,7 +320,7 @@ class EngineLoop:
             assert engine.holds_nothing, f"an idle engine holds {engine.stats()['cache']}"
             if (seconds := engine.idle()) is not None:
                 self._plan(now + seconds)
-        elif engine.lacks_room:
+        elif engine.is_blocked:
             self._plan(now + ROOM_SECONDS)
         else:
             self._plan(now if waited is None else now + waited)

@@ -41,7 +41,7 @@ class RunFile:
     """Time of the last use as written in the index."""
     pinned_until: float = 0.0
     """Latest pin of its runs of other namespaces."""
-    is_gone: bool = False
+    is_removed: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -143,7 +143,7 @@ class Catalog:
     def drop_file(self, file: RunFile) -> None:
         """Forgets a removed file, and its runs."""
         with self.lock:
-            file.is_gone = True
+            file.is_removed = True
             for entry in list(file.entries):
                 if not entry.is_dropped:
                     self._drop(entry)
@@ -203,7 +203,7 @@ class Catalog:
                 self._hidden.pop(name, None)
         if (file := entry.file) is not None:
             file.entries.discard(entry)
-            if file.is_own and not file.is_gone:
+            if file.is_own and not file.is_removed:
                 self.removed.append(entry)
         self._release(entry)
 
@@ -227,4 +227,4 @@ class Catalog:
             assert entries == found and not any(entry.is_dropped for entry in entries), "entries and names differ"
             for entry in entries:
                 assert entry.staged or entry.file is not None or entry.private_file is not None, "a run without bytes"
-                assert entry.file is None or (entry in entry.file.entries and not entry.file.is_gone)
+                assert entry.file is None or (entry in entry.file.entries and not entry.file.is_removed)

@@ -91,8 +91,8 @@ def reads_direct(path: Path) -> bool:
 
 
 def measure_speed(folder: Path, num_bytes: int, before: Callable[[int], None], *, is_direct: bool) -> float:
-    """Bytes per second of writing and then reading an unnamed file in a folder, of which a kill leaves nothing. before:
-    as in `DirectFile.read`. Raises OSError.
+    """Bytes per second of writing and then reading an unnamed file in a folder. A kill leaves no file behind.
+    before: as in `DirectFile.read`. Raises OSError.
     """
     path = folder / f"{MEASURE_PREFIX}{os.urandom(8).hex()}.tmp"
     view = AlignedBuffer().view(num_bytes)

@@ -51,9 +51,9 @@ class DiskStore(Tier):
         lifetime: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """namespace: runs with another one, the salt aside, are not found. bandwidth: bytes per second of reads and
-        writes together. lifetime: seconds without use after which a run is no longer found, unless it is pinned.
-        Raises ConfigError for a folder that cannot be used.
+        """namespace: runs of other namespaces are not found; the salt does not count. bandwidth: bytes per second of
+        reads and writes together. lifetime: seconds without use after which a run is no longer found, unless it is
+        pinned. Raises ConfigError for a folder that cannot be used.
         """
         self._cap, self._lifetime, self._clock = cap, lifetime, clock
         self._digest = common_digest(namespace)

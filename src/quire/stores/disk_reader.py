@@ -123,7 +123,7 @@ class DiskReader:
     def _run(self, reader: ReaderThread) -> None:
         lower_thread_priority()
         buffer = AlignedBuffer()
-        while self._goes_on(reader):
+        while self._continues(reader):
             with self._changed:
                 while not self._queue and not self._is_closed:
                     self._changed.wait()
@@ -141,7 +141,7 @@ class DiskReader:
                 reader.call = None
                 self.cpu_seconds += time.thread_time() - begun
 
-    def _goes_on(self, reader: ReaderThread) -> bool:
+    def _continues(self, reader: ReaderThread) -> bool:
         """Whether a reader continues. A reader that hung ends if another one has replaced it."""
         with self._changed:
             if sum(not each.is_lost for each in self._readers if each is not reader) >= NUM_READERS:
@@ -224,12 +224,12 @@ class DiskReader:
             # The file got its final name meanwhile, and `path` may still have the old one.
             return DirectFile(path.with_suffix(RUNS_SUFFIX), is_direct=is_direct)
 
-    def _fail(self, request: ReadRequest, reason: str, gone: RunFile | None) -> None:
-        """Fails a transfer and forgets the run. gone: a removed file, all of whose runs are forgotten."""
+    def _fail(self, request: ReadRequest, reason: str, removed: RunFile | None) -> None:
+        """Fails a transfer and forgets the run. If the file was removed, forgets all its runs."""
         self.num_failed += 1
-        is_collected = gone is not None and (gone.is_gone or not gone.is_own)
-        if gone is not None:
-            self._catalog.drop_file(gone)
+        is_collected = removed is not None and (removed.is_removed or not removed.is_own)
+        if removed is not None:
+            self._catalog.drop_file(removed)
         else:
             self._catalog.drop([request.entry])
         if is_collected:

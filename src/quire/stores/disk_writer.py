@@ -28,7 +28,7 @@ ROOM_SECONDS = 5.0
 """Seconds for which a run waits for other writers to give up room: they check once a second, and may collect files."""
 TRY_SECONDS = 0.25
 FULL_SECONDS = 60.0
-"""Seconds after a wait in vain in which further runs do not wait."""
+"""Seconds for which further runs do not wait after a wait that brought no room."""
 MEASURED_BYTES, MIN_MEASURED_BYTES = 8 << 20, 1 << 20
 
 
@@ -68,7 +68,7 @@ class DiskWriter:
             self._changed.notify_all()
 
     def note_pins(self) -> None:
-        """Has the changed pins written to the index."""
+        """Requests that the changed pins be written to the index."""
         with self._changed:
             self._pins_changed = self._is_urgent = True
             self._changed.notify_all()

@@ -1,6 +1,6 @@
 """The folder of a disk store: layout, permissions, secret, and one sub-folder for each writer.
 
-        DIR/            0700; other formats have folders beside v1, which stay untouched
+    DIR/            0700; other formats have folders beside v1, which stay untouched
       v1/
         lock        held while a writer joins, leaves or changes a quota
         secret      32 random bytes

@@ -200,13 +200,13 @@ class FolderReader:
                 namespace = header.run.namespace
                 if not (isinstance(namespace, Namespace) and chosen(namespace)):
                     kept.add(row.file)
-        gone = known - kept
-        if not gone:
+        stale = known - kept
+        if not stale:
             return
         with RunIndex(subfolder, is_writer=True) as index:
-            index.remove_files(gone)
+            index.remove_files(stale)
         for number, path in run_files(subfolder):
-            if number in gone:
+            if number in stale:
                 remove_file(path)
 
     def _runs_of(self, subfolder: Path, index: RunIndex) -> Iterator[LocatedRun]:

@@ -56,8 +56,8 @@ class FolderView:
             )
         if index.num_runs != len(self._known):  # some runs were removed
             ids = index.ids()
-            gone = [run_id for run_id in self._known if run_id not in ids]
-            self._catalog.drop([entry for run_id in gone if (entry := self._known.pop(run_id)) is not None])
+            removed = [run_id for run_id in self._known if run_id not in ids]
+            self._catalog.drop([entry for run_id in removed if (entry := self._known.pop(run_id)) is not None])
 
     def clear(self) -> None:
         """Forgets all files and their runs."""

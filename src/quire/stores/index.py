@@ -2,7 +2,7 @@
 
     files  number, bytes, time of last use
     runs   file, offset, digest of the namespace without its salt, header (see `headers`)
-        pins   name of a chunk, end of its pin
+    pins   name of a chunk, end of its pin
 
 WAL with synchronous = FULL: a commit waits for the disk, so that a power failure loses no finished file. A kill between
 two steps leaves a file without an index entry, or entries of a removed file; both are removed when the sub-folder is

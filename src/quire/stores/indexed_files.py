@@ -111,7 +111,7 @@ class IndexedFiles:
         self.remove(
             file
             for file in self.files.values()
-            if file.is_gone or (file in touched and not file.entries and not file.others)
+            if file.is_removed or (file in touched and not file.entries and not file.others)
         )
 
     def note_uses(self) -> None:

@@ -1,7 +1,7 @@
 """Signatures of extents: a checksum proves that bytes are undamaged, a MAC that their author knows the folder's
 secret.
 
-        checksum = first 16 bytes of BLAKE3 of: names, the header with zero checksum and MAC, all bytes after the header
+    checksum = first 16 bytes of BLAKE3 of: names, the header with zero checksum and MAC, all bytes after the header
     MAC      = BLAKE3, keyed with the secret, of the header with its checksum and a zero MAC
 
 The checksum covers the run's names, so an extent cannot replace another run's extent. BLAKE3 instead of BLAKE2b: 4.5

@@ -81,10 +81,10 @@ def prepare_schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool
     root = SchemaRoot(found)
     may_have_controls, has_controls = _MAY_NEED_UNICODE_ESCAPES.search(text) is not None, False
     every = list[tuple[SchemaPath | None, dict[str, Any]]]()
-    for link, own in _subschemas(found):  # which descends into each schema after this iteration
+    for path, own in _subschemas(found):  # which descends into each schema after this iteration
         drop_unknown_keywords(own, found.get("$schema"))
-        every.append((link, own))
-    for link, own in every:
+        every.append((path, own))
+    for path, own in every:
         if _CHECKED.isdisjoint(own):
             continue
         if isinstance(own.get("format"), str) and own["format"] not in KNOWN_FORMATS:
@@ -92,24 +92,24 @@ def prepare_schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool
         reference = own.get("$ref")
         if own is not found and "$id" in own and "$ref" in own:
             # In draft 7 the $id has no meaning there. Later it changes the target of the $ref.
-            raise UnsupportedSchemaError("$id beside $ref: drafts disagree about what it means" + _at(link))
+            raise UnsupportedSchemaError("$id beside $ref: drafts disagree about what it means" + _at(path))
         if isinstance(reference, str) and "#/" in reference[1:] and root.has_resources:
             raise UnsupportedSchemaError(
-                "$ref: a pointer into another schema that has an $id; use an $anchor there" + _at(link)
+                "$ref: a pointer into another schema that has an $id; use an $anchor there" + _at(path)
             )
         if (reason := _rounded(own) or _repeated(own)) is not None:
-            raise UnsupportedSchemaError(reason + _at(link))
+            raise UnsupportedSchemaError(reason + _at(path))
         own.update(
             {word: int(own[word]) for word in _COUNTS if isinstance(own.get(word), float) and own[word] % 1 == 0}
         )
-        has_controls |= _translate(own, link) or (may_have_controls and _has_controls(own))
-    told_apart = _ToldApart(root, 2 * len(text))
+        has_controls |= _translate(own, path) or (may_have_controls and _has_controls(own))
+    unions = _DiscriminatedUnions(root, 2 * len(text))
     for _, own in every:
         if isinstance(own.get("oneOf"), list) and isinstance(own.get("discriminator"), dict):
-            told_apart.apply(own)
-    inner_first = [*(own for _, own in reversed(every)), *told_apart.copies]
+            unions.apply(own)
+    inner_first = [*(own for _, own in reversed(every)), *unions.copies]
     try:
-        SchemaRewriter(root, told_apart.narrowed).apply(inner_first)
+        SchemaRewriter(root, unions.narrowed).apply(inner_first)
     except SchemaTooLongError as error:
         raise UnsupportedSchemaError(str(error)) from None
     style = dict(JSON_STYLE)
@@ -121,8 +121,8 @@ def prepare_schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool
     return {**found, "x-guidance": style}
 
 
-class _ToldApart:
-    """Turns a `oneOf` whose alternatives differ by a discriminator into an `anyOf`.
+class _DiscriminatedUnions:
+    """Turns each `oneOf` whose alternatives differ by a discriminator into an `anyOf`.
 
     root      the whole schema
     left      words and characters that may still be read: limits the time for definitions that are used many times
@@ -146,7 +146,7 @@ class _ToldApart:
         if self._left < 0 or not isinstance(name, str) or "anyOf" in schema:
             return
         objects = [self._definition(each) for each in alternatives]
-        if not self._are_apart(name, objects) or not isinstance(self._root.schema.get("$defs", {}), dict):
+        if not self._have_distinct_values(name, objects) or not isinstance(self._root.schema.get("$defs", {}), dict):
             return
         chosen = [self._requiring(name, *pair) for pair in zip(alternatives, objects, strict=True)]
         if self._left < 0:
@@ -162,7 +162,7 @@ class _ToldApart:
         is_reference = isinstance(schema, dict) and "$ref" in schema and len(schema) == 1
         return self._root.resolve(schema["$ref"]) if is_reference else schema
 
-    def _are_apart(self, name: str, objects: list[Any]) -> bool:
+    def _have_distinct_values(self, name: str, objects: list[Any]) -> bool:
         values = set[str]()
         for each in objects:
             if self._left < 0 or not isinstance(each, dict) or each.get("type") != "object":
@@ -236,7 +236,7 @@ def _names_in_the_open(schema: Mapping[str, Any]) -> bool:
     return bool(patterns) and schema.get("additionalProperties") is not False
 
 
-def _translate(schema: dict[str, Any], link: SchemaPath | None) -> bool:
+def _translate(schema: dict[str, Any], path: SchemaPath | None) -> bool:
     """Translates the expressions of a schema. Returns whether one has control characters; see RustRegex. Raises
     UnsupportedSchemaError.
     """
@@ -246,12 +246,12 @@ def _translate(schema: dict[str, Any], link: SchemaPath | None) -> bool:
         most = schema.get("maxLength", length)
         schema |= {"pattern": plain, "maxLength": min(most, length) if _is_count(most) else most}
     if isinstance(schema.get("pattern"), str):
-        found = _translated("pattern", schema["pattern"], link)
+        found = _translated("pattern", schema["pattern"], path)
         schema["pattern"], has_controls = found.rust, found.has_controls
     if isinstance(named := schema.get("patternProperties"), dict):
         properties: dict[str, Any] = {}
         for pattern, each in named.items():
-            found = _translated("patternProperties", pattern, link)
+            found = _translated("patternProperties", pattern, path)
             has_controls |= found.has_controls
             # Different expressions may have the same translation.
             before = properties.get(found.rust)
@@ -260,12 +260,12 @@ def _translate(schema: dict[str, Any], link: SchemaPath | None) -> bool:
     return has_controls
 
 
-def _translated(word: str, pattern: str, link: SchemaPath | None) -> RustRegex:
+def _translated(word: str, pattern: str, path: SchemaPath | None) -> RustRegex:
     try:
         return to_rust(pattern)
     except RegexTranslationError as error:
         shown = pattern if len(pattern) <= 200 else pattern[:200] + "..."
-        raise UnsupportedSchemaError(f"{word}: {error}, in {shown}{_at(link)}") from None
+        raise UnsupportedSchemaError(f"{word}: {error}, in {shown}{_at(path)}") from None
 
 
 def _rounded(schema: Mapping[str, Any]) -> str | None:
@@ -325,8 +325,8 @@ def _explained_expression(schema: Any, error: str) -> str | None:
     names = {rust: expression for _, expression, rust, _ in given}
     if (both := _NOT_DISJOINT.search(error)) is not None:
         shown = " and ".join(names.get(each, each) for each in both.groups())
-        link = _place(schema, lambda own: bool(own.get("patternProperties")))
-        return f"patternProperties: a name could match both {shown}{_at(link)}"
+        path = _place(schema, lambda own: bool(own.get("patternProperties")))
+        return f"patternProperties: a name could match both {shown}{_at(path)}"
     if (wrong := _ANCHOR.search(error)) is not None:
         rust, reason = wrong[2], f"{'^' if wrong[1] == 'Start' else '$'} is not supported there"
     elif (wrong := _EXPRESSION.search(error)) is not None:
@@ -334,20 +334,20 @@ def _explained_expression(schema: Any, error: str) -> str | None:
     else:
         return None
     exact = [each for each in given if each[2] == rust]
-    for word, expression, _, link in exact or given[: len(given) == 1]:
-        return f"{word}: {reason}, in {expression}{_at(link)}"
+    for word, expression, _, path in exact or given[: len(given) == 1]:
+        return f"{word}: {reason}, in {expression}{_at(path)}"
     return f"pattern: {reason}"
 
 
 def _expressions(schema: Any) -> Iterator[tuple[str, str, str, SchemaPath | None]]:
     """Yields the regular expressions of a schema: keyword, expression, translation, and place."""
-    for link, own in _subschemas(schema):
+    for path, own in _subschemas(schema):
         given = own.get("patternProperties")
         found = [("patternProperties", each) for each in given] if isinstance(given, Mapping) else []
         for word, expression in [("pattern", own.get("pattern")), *found]:
             if isinstance(expression, str):
                 with contextlib.suppress(RegexTranslationError):
-                    yield word, expression, to_rust(expression).rust, link
+                    yield word, expression, to_rust(expression).rust, path
 
 
 _ELSEWHERE = re.compile(r"Resource '(.*?)' is not present in a registry")
@@ -363,18 +363,18 @@ class SchemaPath(NamedTuple):
     name: str
 
 
-def _at(link: SchemaPath | None) -> str:
+def _at(path: SchemaPath | None) -> str:
     names: list[str] = []
-    while link is not None:
-        names.append(link.name if len(link.name) <= 60 else link.name[:60] + "...")
-        link = link.parent
-    path = ".".join(names[::-1])
-    return f" (at {path if len(path) <= 200 else '...' + path[-200:]})" if names else ""
+    while path is not None:
+        names.append(path.name if len(path.name) <= 60 else path.name[:60] + "...")
+        path = path.parent
+    text = ".".join(names[::-1])
+    return f" (at {text if len(text) <= 200 else '...' + text[-200:]})" if names else ""
 
 
 def _place(schema: Any, is_meant: Callable[[Mapping[str, Any]], bool]) -> SchemaPath | None:
     """The place of the first subschema that `is_meant` accepts."""
-    return next((link for link, own in _subschemas(schema) if is_meant(own)), None)
+    return next((path for path, own in _subschemas(schema) if is_meant(own)), None)
 
 
 def _subschemas(root: Any) -> Iterator[tuple[SchemaPath | None, dict[str, Any]]]:
@@ -386,18 +386,18 @@ def _subschemas(root: Any) -> Iterator[tuple[SchemaPath | None, dict[str, Any]]]
     )  # place, schema, and the base of its pointers
     seen = set[int]()
     while todo:
-        link, own, base = todo.popleft()
+        path, own, base = todo.popleft()
         if not isinstance(own, dict) or id(own) in seen:
             continue
         seen.add(id(own))
-        yield link, own
+        yield path, own
         base = own if is_resource(own, root) else base
         if isinstance(reference := own.get("$ref"), str):
             todo.append((SchemaPath(None, reference), resolve_pointer(reference, base), base))
         for word, value in own.items():
             if isinstance(value, list) and word in _SCHEMAS:
-                todo += ((SchemaPath(link, f"{word}[{place}]"), each, base) for place, each in enumerate(value) if each)
+                todo += ((SchemaPath(path, f"{word}[{place}]"), each, base) for place, each in enumerate(value) if each)
             elif isinstance(value, dict) and word in _NAMED_SCHEMAS:
-                todo += ((SchemaPath(link, f"{word}.{name}"), each, base) for name, each in value.items() if each)
+                todo += ((SchemaPath(path, f"{word}.{name}"), each, base) for name, each in value.items() if each)
             elif isinstance(value, dict) and word in _SCHEMA:
-                todo.append((SchemaPath(link, word), value, base))
+                todo.append((SchemaPath(path, word), value, base))

@@ -51,8 +51,8 @@ def render_chat(
     if not keep_tokens:
         messages, escaped, escape = tokenizer.escape_names(messages, given)
         given = dict(escaped)
-    told = tools
+    described = tools
     if tools and format_.make_instructions is not None:
-        told = [parse_tool(tool) for tool in given.pop("tools")]
-    text = tokenizer.chat(format_.messages(messages, told), add_generation_prompt, given)
+        described = [parse_tool(tool) for tool in given.pop("tools")]
+    text = tokenizer.chat(format_.messages(messages, described), add_generation_prompt, given)
     return ChatText(text, escape)

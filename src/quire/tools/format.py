@@ -69,10 +69,10 @@ class ToolFormat:
         found: list[Message] = [_as_text(self, message) for message in messages]
         if not tools:
             return found
-        told = self.make_instructions(tools)
+        instructions = self.make_instructions(tools)
         if found and found[0]["role"] == "system":
-            return [{**found[0], "content": f"{found[0]['content']}\n\n{told}"}, *found[1:]]
-        return [{"role": "system", "content": told}, *found]
+            return [{**found[0], "content": f"{found[0]['content']}\n\n{instructions}"}, *found[1:]]
+        return [{"role": "system", "content": instructions}, *found]
 
     def _with_ids(self, message: Message) -> Message:
         """Shortens the ids of a message to the length that the template demands. Ids of other servers may be longer."""

@@ -236,10 +236,10 @@ class CallParser:
         # Some models write a list of calls where their format has one call.
         opening = _BLANKS if self._is_start or self._is_exact else _OPENING
         end, most = _end(opening, self._held, self._at), self._at + HEAD_CHARS - len(self._raw)
-        taken = self._held[self._at : min(end, most)]
+        part = self._held[self._at : min(end, most)]
         if not self._format.opener.endswith("["):
-            self._num_lists += taken.count("[")
-        self._raw, self._at = self._raw + taken, self._at + len(taken)
+            self._num_lists += part.count("[")
+        self._raw, self._at = self._raw + part, self._at + len(part)
         if end > most:
             return self._reject(found, 0)
         if self._at == len(self._held):

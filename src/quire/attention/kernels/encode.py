@@ -84,9 +84,9 @@ def encode_nuq(
     seals,                          # i32 [n, 2]: full chunk, chunk it is encoded into
     staged,                         # page id of the first staged page
     heads, pairs,                   # as in `attend_encoded`
-    key_edges, key_books,           # f32 [L, H, D, 32]; edges past a width are +inf
+    key_edges, key_codebooks,           # f32 [L, H, D, 32]; edges past a width are +inf
     key_weight,                     # f32 [L, H, D]
-    value_edges, value_books,       # f32 [L, H, 32]; edges past the width are 0
+    value_edges, value_codebooks,       # f32 [L, H, 32]; edges past the width are 0
     first_layer,
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
     DP: tl.constexpr, HP: tl.constexpr, SINKS: tl.constexpr,
@@ -101,25 +101,25 @@ def encode_nuq(
     layer_head = layer.to(tl.int64) * H + head
     of_head = heads + layer_head * HEAD_INTS
     channel_0, missing_0, channel_1, missing_1 = encode_keys(
-        arena, dense, words, page, encoded, pairs + layer_head * (4 * HP), key_edges, key_books, key_weight, layer_head,
-        D, P, HP,
+        arena, dense, words, page, encoded, pairs + layer_head * (4 * HP), key_edges, key_codebooks, key_weight,
+        layer_head, D, P, HP,
     )  # fmt: skip
     at_slots, num_slots = tl.load(of_head + AT_KEY_SLOTS), tl.load(of_head + KEY_SLOTS)
     store_slots(octets, halves, page, at_slots, num_slots, channel_0, missing_0, channel_1, missing_1, P)
 
     of_values = dense + P * D + tl.arange(0, P) * D
     count, bits = tl.load(of_head + VALUE_SLOTS), tl.load(of_head + VALUE_BITS)
-    edges, book = value_edges + layer_head * 32, value_books + layer_head * 32
+    edges, codebook = value_edges + layer_head * 32, value_codebooks + layer_head * 32
     channel_0, channel_1 = value_outliers(arena, of_values, encoded, count, D, P)
     half_s, half_z = value_range(
-        arena, of_values, encoded, channel_0, channel_1, count, edges, (1 << bits) - 1, book, D, P
+        arena, of_values, encoded, channel_0, channel_1, count, edges, (1 << bits) - 1, codebook, D, P
     )
     ranges = halves + page * 64 + tl.load(of_head + AT_RANGES) // 2 + tl.arange(0, P)
     tl.store(ranges, half_s)
     tl.store(ranges + P, half_z)
     base = words + page * 32 + tl.load(of_head + AT_VALUES) // 4
     missing_0, missing_1 = encode_values(
-        arena, of_values, encoded, channel_0, channel_1, half_s.to(tl.float32), half_z.to(tl.float32), edges, book,
+        arena, of_values, encoded, channel_0, channel_1, half_s.to(tl.float32), half_z.to(tl.float32), edges, codebook,
         bits, base, D, P,
     )  # fmt: skip
     store_slots(
@@ -136,7 +136,7 @@ def encode_keys(
     words, page,   # and the id of the page to write
     encoded,       # i1 [P], slots whose tokens are not exact beside the page
     of_pair,       # i32 [4, HP]
-    key_edges, key_books, key_weight, layer_head,
+    key_edges, key_codebooks, key_weight, layer_head,
     D: tl.constexpr, P: tl.constexpr, HP: tl.constexpr,
 ):  # fmt: skip
     """Stores the codes of a page's keys. Returns the two costliest channels of each slot with their residuals."""
@@ -165,7 +165,7 @@ def encode_keys(
                 x = channel_of(arena, dense + slot * D, encoded, channel)
                 at = (layer_head * D + channel) * 32
                 code = codes_of(x, key_edges + at, 31, 1.0, 0.0)
-                missing = x - tl.load(key_books + at + code)
+                missing = x - tl.load(key_codebooks + at + code)
                 cost = missing * missing * tl.load(key_weight + layer_head * D + channel)
                 wins = (cost > cost_0) | ((cost == cost_0) & (channel < channel_0))
                 second = ~wins & ((cost > cost_1) | ((cost == cost_1) & (channel < channel_1)))
@@ -231,7 +231,7 @@ def value_outliers(
 @triton.jit
 def value_range(
     arena, of_values, encoded, channel_0, channel_1, count,  # as in `value_outliers`, and its result
-    edges, num_edges, book,                        # of one head
+    edges, num_edges, codebook,                        # of one head
     D: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """The scale and the shift of each vector, f16 [P], fitted to the channels without a slot."""
@@ -256,7 +256,7 @@ def value_range(
         for c in range(D):
             x = channel_of(arena, of_values, encoded, c)
             inner = (channel_0 != c) & (channel_1 != c)
-            centroid = tl.where(inner, tl.load(book + codes_of(x, edges, num_edges, s, z)), 0.0)
+            centroid = tl.where(inner, tl.load(codebook + codes_of(x, edges, num_edges, s, z)), 0.0)
             sum_c += centroid
             sum_cc += centroid * centroid
             sum_cx += centroid * tl.where(inner, x - middle, 0.0)
@@ -278,7 +278,7 @@ def value_range(
 def encode_values(
     arena, of_values, encoded, channel_0, channel_1,  # as in `value_outliers`, and its result
     s, z,         # f32 [P], scale and shift
-    edges, book,  # of one head
+    edges, codebook,  # of one head
     bits,
     base,         # the page's words of values
     D: tl.constexpr, P: tl.constexpr,
@@ -290,7 +290,7 @@ def encode_values(
     for c in range(D):
         x = channel_of(arena, of_values, encoded, c)
         code = codes_of(x, edges, (1 << bits) - 1, s, z)
-        missing = x - (tl.load(book + code) * s + z)
+        missing = x - (tl.load(codebook + code) * s + z)
         missing_0 = tl.where(channel_0 == c, missing, missing_0)
         missing_1 = tl.where(channel_1 == c, missing, missing_1)
         at = c // 16 * (8 * has4 + 4 * has2 + 2 * has1) * 16 + c % 16

@@ -125,8 +125,8 @@ def attend_encoded(
     turns,          # f32 [2, D / 2, P]: cosines and sines of the first P positions; ROTATE only
     heads,          # i32 [L, H, HEAD_INTS], the layout of a page; NUQ only, as the next three
     pairs,          # i32 [L, H, 4, HP]: pair, and offsets of its parts
-    key_books,      # f32 [L, H, 2, HP, 32]; of group codes f32 [L, H, 2, HP], the bias subtracted from keys, or None
-    value_books,    # f32 [L, H, 32]
+    key_codebooks,  # f32 [L, H, 2, HP, 32]; of group codes f32 [L, H, 2, HP], the bias subtracted from keys, or None
+    value_codebooks,  # f32 [L, H, 32]
     positions,      # i32 [R]
     indices,        # i32, chunk ids
     pieces,         # i32 [n, 12]: as in `attend`; its chunks are encoded, and the last two columns are first index and
@@ -165,7 +165,7 @@ def attend_encoded(
     first_mask, side, num_exact = first_chunk_of(chunk_ids, num_chunks, masks, sidecars, layer_head, L * H, SINKS)
     top, total, acc = attend_encoded_pages(
         q, q_row, valid, position, end, words, table, masks, slot_positions, bases, cos, sin, turns, heads, pairs,
-        key_books, value_books, reads, chunk_ids, num_chunks, start, first_mask, num_exact, layer_head, head,
+        key_codebooks, value_codebooks, reads, chunk_ids, num_chunks, start, first_mask, num_exact, layer_head, head,
         L, H, D, P, DP, HP, ROWS, SCALE, WINDOW, SINKS, KIND, KEY_PARTS, VALUE_PARTS, MOST_KEY_SLOTS, MOST_VALUE_SLOTS,
         ROTATE, APPEND,
     )  # fmt: skip
@@ -209,36 +209,36 @@ def first_chunk_of(chunk_ids, num_chunks, masks, sidecars, layer_head, ROW: tl.c
 
 @triton.jit
 def shared_by_pages(
-    heads, pairs, key_books, value_books, layer_head, KIND: tl.constexpr, HP: tl.constexpr, P: tl.constexpr
+    heads, pairs, key_codebooks, value_codebooks, layer_head, KIND: tl.constexpr, HP: tl.constexpr, P: tl.constexpr
 ):
     """The data that all encoded pages of a head share: the order of its pairs, and the tables of keys and values."""
     order = tl.arange(0, HP)
     if KIND == NUQ:
         of_pair = pairs + layer_head * (4 * HP) + order
         centroid = tl.arange(0, 32)
-        book = key_books + layer_head * (2 * HP * 32) + (order * 32)[:, None] + centroid[None, :]
-        value_book = value_books + layer_head * 32 + (tl.arange(0, P // 2) * 0)[:, None] + centroid[None, :]
+        codebook = key_codebooks + layer_head * (2 * HP * 32) + (order * 32)[:, None] + centroid[None, :]
+        value_codebook = value_codebooks + layer_head * 32 + (tl.arange(0, P // 2) * 0)[:, None] + centroid[None, :]
         order = tl.load(of_pair)
         of_head = heads + layer_head * HEAD_INTS
         of_keys = (
-            tl.load(of_pair + HP), tl.load(of_pair + 2 * HP), tl.load(of_pair + 3 * HP), tl.load(book),
-            tl.load(book + HP * 32), tl.load(of_head + KEY_SLOTS), tl.load(of_head + AT_KEY_SLOTS),
+            tl.load(of_pair + HP), tl.load(of_pair + 2 * HP), tl.load(of_pair + 3 * HP), tl.load(codebook),
+            tl.load(codebook + HP * 32), tl.load(of_head + KEY_SLOTS), tl.load(of_head + AT_KEY_SLOTS),
         )  # fmt: skip
         of_values = (
-            tl.load(value_book), tl.load(of_head + VALUE_BITS), tl.load(of_head + AT_VALUES),
+            tl.load(value_codebook), tl.load(of_head + VALUE_BITS), tl.load(of_head + AT_VALUES),
             tl.load(of_head + AT_RANGES), tl.load(of_head + VALUE_SLOTS), tl.load(of_head + AT_VALUE_SLOTS),
         )  # fmt: skip
     else:
         of_keys, of_values = None, None
-        if key_books is not None:
-            of_keys = key_books + layer_head * (2 * HP)
+        if key_codebooks is not None:
+            of_keys = key_codebooks + layer_head * (2 * HP)
     return order, of_keys, of_values
 
 
 @triton.jit
 def attend_encoded_pages(
     q, q_row, valid, position, end,  # as in `load_queries`, and the first unwritten position
-    words, table, masks, slot_positions, bases, cos, sin, turns, heads, pairs, key_books, value_books, reads,
+    words, table, masks, slot_positions, bases, cos, sin, turns, heads, pairs, key_codebooks, value_codebooks, reads,
     chunk_ids, num_chunks, start,    # a piece's chunks
     first_mask, num_exact,           # as in `first_chunk_of`
     layer_head, head,
@@ -249,7 +249,7 @@ def attend_encoded_pages(
 ):  # fmt: skip
     """Maximum f32 [ROWS], sum [ROWS] and weighted sum [ROWS, DP] over the encoded pages of a piece."""
     HALF: tl.constexpr = D // 2
-    order, of_keys, of_values = shared_by_pages(heads, pairs, key_books, value_books, layer_head, KIND, HP, P)
+    order, of_keys, of_values = shared_by_pages(heads, pairs, key_codebooks, value_codebooks, layer_head, KIND, HP, P)
     in_pair = valid[:, None] & (tl.arange(0, HP) < HALF)[None, :]
     first_at = q + q_row[:, None] + order[None, :]
     first_query = tl.load(first_at, mask=in_pair, other=0.0).to(tl.float32) * SCALE
@@ -303,10 +303,10 @@ def attend_page(
     HALF: tl.constexpr = D // 2
     slots = tl.arange(0, P)
     if KIND == NUQ:
-        at4, at2, at1, first_book, second_book, num_key_slots, at_key_slots = of_keys
+        at4, at2, at1, first_codebook, second_codebook, num_key_slots, at_key_slots = of_keys
         first, second = nuq_keys(
-            words, page, at4, at2, at1, order, first_book, second_book, num_key_slots, at_key_slots, HALF, HP, P,
-            KEY_PARTS, MOST_KEY_SLOTS,
+            words, page, at4, at2, at1, order, first_codebook, second_codebook, num_key_slots, at_key_slots, HALF, HP,
+            P, KEY_PARTS, MOST_KEY_SLOTS,
         )  # fmt: skip
     else:
         first, second = decoded_keys(KIND, words, page, of_keys, D, HALF, HP, P)
@@ -357,9 +357,21 @@ def add_values(
     TYPE: tl.constexpr = weight.dtype
     NUM_RUNS: tl.constexpr = max(1, DP // 32)
     if KIND == NUQ:
-        book, bits, at_values, at_ranges, num_slots, at_slots = of_values
+        codebook, bits, at_values, at_ranges, num_slots, at_slots = of_values
         even, odd = nuq_values(
-            words, page, book, bits, at_values, at_ranges, num_slots, at_slots, D, DP, P, VALUE_PARTS, MOST_VALUE_SLOTS
+            words,
+            page,
+            codebook,
+            bits,
+            at_values,
+            at_ranges,
+            num_slots,
+            at_slots,
+            D,
+            DP,
+            P,
+            VALUE_PARTS,
+            MOST_VALUE_SLOTS,
         )
         even_weight, odd_weight = in_value_order(weight, ROWS, P)
         even, odd = interleaved(even, P // 2, NUM_RUNS), interleaved(odd, P // 2, NUM_RUNS)

@@ -124,7 +124,7 @@ def dense_keys(
 def encoded_keys(
     arena, words,  # the arena as page elements and as i32
     table, chunk, layer_head,
-    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,  # as in `attend_encoded`
+    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_codebooks,  # as in `attend_encoded`
     start,  # first position of the chunk by its index in the path
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, HP: tl.constexpr, UNIT: tl.constexpr,
     SINKS: tl.constexpr, KIND: tl.constexpr, KEY_PARTS: tl.constexpr, MOST_KEY_SLOTS: tl.constexpr,
@@ -139,16 +139,16 @@ def encoded_keys(
         of_pair = pairs + layer_head * (4 * HP) + pair
         order, channel = tl.load(of_pair), tl.load(pairs + layer_head * (4 * HP) + channel)
         at4, at2, at1 = tl.load(of_pair + HP), tl.load(of_pair + 2 * HP), tl.load(of_pair + 3 * HP)
-        book = key_books + layer_head * (2 * HP * 32) + (pair * 32)[:, None] + tl.arange(0, 32)[None, :]
+        codebook = key_codebooks + layer_head * (2 * HP * 32) + (pair * 32)[:, None] + tl.arange(0, 32)[None, :]
         of_head = heads + layer_head * HEAD_INTS
         first, second = nuq_keys(
-            words, page, at4, at2, at1, order, tl.load(book), tl.load(book + HP * 32), tl.load(of_head + KEY_SLOTS),
-            tl.load(of_head + AT_KEY_SLOTS), HALF, HP, P, KEY_PARTS, MOST_KEY_SLOTS,
+            words, page, at4, at2, at1, order, tl.load(codebook), tl.load(codebook + HP * 32),
+            tl.load(of_head + KEY_SLOTS), tl.load(of_head + AT_KEY_SLOTS), HALF, HP, P, KEY_PARTS, MOST_KEY_SLOTS,
         )  # fmt: skip
     else:
         head_bias = None
-        if key_books is not None:
-            head_bias = key_books + layer_head * (2 * HP)
+        if key_codebooks is not None:
+            head_bias = key_codebooks + layer_head * (2 * HP)
         first, second = decoded_keys(KIND, words, page, head_bias, D, HALF, HP, P)
     slots = tl.arange(0, P)
     is_pair = (pair < HALF)[:, None]
@@ -236,7 +236,7 @@ def sum_columns(
     sums,       # the arena as f32; a page starts at id * 32
     table,      # i32 [C, L, H] page ids
     masks,      # i64 [C, L, H]
-    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,  # as in `attend_encoded`, or None
+    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_codebooks,  # as in `attend_encoded`, or None
     positions,  # i32 [R]
     columns,    # i32 [n, COLUMN_INTS]
     staged,     # page id of the first staged page
@@ -288,7 +288,8 @@ def sum_columns(
         if stored_seen != 0:
             keys, channel, is_channel = encoded_keys(
                 arena, words, table, stored, layer_head, slot_positions, bases, sidecars, cos, sin,
-                heads, pairs, key_books, start, L, H, D, P, HP, UNIT, SINKS, KIND, KEY_PARTS, MOST_KEY_SLOTS, ROTATE,
+                heads, pairs, key_codebooks, start, L, H, D, P, HP, UNIT, SINKS, KIND, KEY_PARTS, MOST_KEY_SLOTS,
+                ROTATE,
             )  # fmt: skip
             total = add_rows(
                 total, keys, channel, is_channel, first_query, limits, middle, high, first_position, at, far, peaks,
@@ -301,7 +302,7 @@ def sum_columns(
 @triton.jit(do_not_specialize=["layer", "num_rows", "staged"])
 def sum_single_columns(
     queries, lse, arena, words, sums, table, masks,  # as in `sum_columns`
-    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,
+    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_codebooks,
     positions,
     num_columns,  # i32 [1]: number of columns in use
     columns,      # i32 [n, COLUMN_INTS], each of a slice of one row
@@ -353,7 +354,7 @@ def sum_single_columns(
             elif is_wanted:
                 keys, channel, is_channel = encoded_keys(
                     arena, words, table, chunk, layer_head, slot_positions, bases, sidecars, cos, sin,
-                    heads, pairs, key_books, start, L, H, D, P, HP, UNIT, SINKS, KIND, KEY_PARTS, MOST_KEY_SLOTS,
+                    heads, pairs, key_codebooks, start, L, H, D, P, HP, UNIT, SINKS, KIND, KEY_PARTS, MOST_KEY_SLOTS,
                     ROTATE,
                 )  # fmt: skip
                 found = probabilities(
@@ -421,7 +422,7 @@ def recover(
     kept_queries,  # [L, H, kept rows, G, D]
     kept_lse,      # f32 [L, H, kept rows, G], base 2
     arena, words, table, masks,  # as in `sum_columns`
-    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,
+    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_codebooks,
     chunks,        # i32 [n, KEPT_INTS], of a path, in order of position
     kept,          # i64 [L, H, words]: columns kept for every row, by position
     local,         # i64 [L, H]: number of last tokens that each row also keeps, its own included
@@ -477,7 +478,8 @@ def recover(
         if stored_seen != 0:
             keys, channel, is_channel = encoded_keys(
                 arena, words, table, stored, layer_head, slot_positions, bases, sidecars, cos, sin,
-                heads, pairs, key_books, start, L, H, D, P, HP, UNIT, SINKS, KIND, KEY_PARTS, MOST_KEY_SLOTS, ROTATE,
+                heads, pairs, key_codebooks, start, L, H, D, P, HP, UNIT, SINKS, KIND, KEY_PARTS, MOST_KEY_SLOTS,
+                ROTATE,
             )  # fmt: skip
             total = add_kept(
                 total, keys, channel, is_channel, first_query, limits, middle, high, first_position, at, always,

@@ -1,6 +1,6 @@
 """Decodes pages into tiles of keys and values in registers. docs/reference/page-format.md describes the pages.
 
-A book of 32 centroids is one register of a warp, and a lookup is one shuffle. Pages are read as 32-bit words where
+A codebook of 32 centroids is one register of a warp, and a lookup is one shuffle. Pages are read as 32-bit words where
 possible, because the compiler lays out the operands of products by their narrowest load.
 """
 # mypy: disable-error-code="no-untyped-def"
@@ -14,7 +14,7 @@ GROUP: tl.constexpr = tl.constexpr(4)
 
 
 @triton.jit
-def book_indices(
+def codebook_indices(
     fours, twos, ones,    # i32, words of a line. Each half holds parts of four codes: fours in all bits, twos in the
                           # lower eight, ones in the lower four
     PARTS: tl.constexpr,  # which of the three exist: a sum of 4, 2 and 1
@@ -36,7 +36,7 @@ def nuq_keys(
     page,                    # i64
     at4, at2, at1,           # i32 [HP]: offsets of a pair's upper 4 bits, 2 bits and lowest bit, in words; -1: none
     order,                   # i32 [HP]: the pair
-    first_book, second_book, # f32 [HP, 32]: of a pair's two channels
+    first_codebook, second_codebook, # f32 [HP, 32]: of a pair's two channels
     num_slots, at_slots,
     HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
     PARTS: tl.constexpr,     # the powers of two in the widths of the model's keys: a sum of 4, 2 and 1
@@ -59,10 +59,10 @@ def nuq_keys(
         ones = ones >> (pair % 4 * 4)[:, None]
     # A thread has two of the page's four quarters, the even or the odd ones.
     odd = tl.arange(0, 2)[None, :, None]
-    at = book_indices(fours[:, None, :] >> odd * 4, twos[:, None, :] >> odd * 2, ones[:, None, :] >> odd, PARTS)
+    at = codebook_indices(fours[:, None, :] >> odd * 4, twos[:, None, :] >> odd * 2, ones[:, None, :] >> odd, PARTS)
     at = tl.reshape(at[:, None, :, :] >> (tl.arange(0, 2) * 8)[None, :, None, None], (HP, P))
-    first = tl.gather(first_book, at & 31, 1)
-    second = tl.gather(second_book, at >> 16 & 31, 1)
+    first = tl.gather(first_codebook, at & 31, 1)
+    second = tl.gather(second_codebook, at >> 16 & 31, 1)
     for i in tl.static_range(SLOTS):
         at = page * 32 + (at_slots + i * (3 * P)) // 4
         channel, missing = slots_of(words, at, tl.arange(0, P), num_slots > i, P)
@@ -74,11 +74,11 @@ def nuq_keys(
 
 @triton.jit
 def nuq_values(
-    words, page, book, bits, at_values, at_ranges, num_slots, at_slots,
+    words, page, codebook, bits, at_values, at_ranges, num_slots, at_slots,
     D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """The values of the even and of the odd token slots, f32 [P / 2, DP] each, in the order of `in_value_order`.
-    Columns from D on are undefined. book is f32 [P / 2, 32].
+    Columns from D on are undefined. codebook is f32 [P / 2, 32].
     """
     base = words + page * 32 + at_values // 4
     eighth = tl.arange(0, P // 8)
@@ -101,11 +101,11 @@ def nuq_values(
         ones = ones >> (eighth % 4 * 4)[:, None]
     # Slots 8 e + 2 m and the next: m before e, so that a thread has all codes of a word.
     m = tl.arange(0, 4)[:, None, None]
-    evens, odds = book_indices(fours, twos, ones, PARTS), book_indices(fours >> 4, twos >> 2, ones >> 1, PARTS)
+    evens, odds = codebook_indices(fours, twos, ones, PARTS), codebook_indices(fours >> 4, twos >> 2, ones >> 1, PARTS)
     at = tl.where(m % 2 == 0, evens[None, :, :], odds[None, :, :]) >> m // 2 * 8
     at = tl.reshape(at, (P // 2, DP))
-    even = tl.gather(book, at & 31, 1)
-    odd = tl.gather(book, at >> 16 & 31, 1)
+    even = tl.gather(codebook, at & 31, 1)
+    odd = tl.gather(codebook, at >> 16 & 31, 1)
     field = tl.arange(0, P // 2) % (P // 8) * 4 + tl.arange(0, P // 2) // (P // 8)
     ranges = words + page * 32 + at_ranges // 4 + field
     s, z = tl.load(ranges), tl.load(ranges + P // 2)

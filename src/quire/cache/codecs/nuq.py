@@ -1,16 +1,16 @@
 """Non-uniform codes: keys per channel before rotation, values per token, the worst of each vector apart.
 
-    key    of channel d:  book_d[code]                            plus, in the vector's slots, what that misses
-    value  of a token:    s * book[code] + z, s and z its own     likewise
+    key    of channel d:  codebook_d[code]                        plus, in the vector's slots, what that misses
+    value  of a token:    s * codebook[code] + z, s and z its own likewise
 
 A page (P = 64 slots, D channels, all little-endian; docs/reference/page-format.md has it byte by byte):
 
     key codes | key slots | value codes | value ranges s, z | value slots | zeros to a multiple of 128
 
 Source: KVQuant, arXiv 2401.18079, sections 3.1 to 3.5. What differs: widths are chosen per four pairs of key channels,
-and per head for values; books may be per channel; a slot holds what is missing, largest weighted error first, so none
-stays empty; a value's s and z are fitted by least squares after its range gave the codes. quire.calibrate makes the
-tables.
+and per head for values; codebooks may be per channel; a slot holds what is missing, largest weighted error first, so
+none stays empty; a value's s and z are fitted by least squares after its range gave the codes. quire.calibrate makes
+the tables.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BLOCK_PAIRS = 4
 """Pairs of key channels of one width: 512 codes, a line for each bit."""
 
 MAX_SLOTS = 2
-NUM_BOOK = 1 << MAX_BITS
+CODEBOOK_SIZE = 1 << MAX_BITS
 SLOT_BYTES = 3 * PAGE_TOKENS
 """Of one slot of every vector of a page: a channel in 8 bits and a float16."""
 
@@ -49,7 +49,7 @@ _VALUE_COLUMNS = 16
 @dataclass(frozen=True)
 class NuqTables:
     """What each head of each layer is quantized with. L layers, H kv heads, D channels; channel j < D / 2 and channel
-    j + D / 2, which rotation mixes, are pair j.
+    j + D / 2, which rotation mixes, are pair j. Fields have the names of the tensors in a calibration file.
 
     key_order     uint8 [L, H, D / 2]: the pairs in the order their codes are stored in
     key_bits      uint8 [L, H, D / 8]: width of each block of four pairs, 0 to 5
@@ -101,7 +101,7 @@ class NuqCodec(SlottedPages):
     """The codec of one calibration.
 
     name        of the codec, as in `cache.codec`
-    tables      see NuqTables; value books are rounded to bfloat16
+    tables      see NuqTables; value codebooks are rounded to bfloat16
     heads       [L][H] what encodes and decodes the pages of a head
     page_bytes  int32 [L, H]: heads may differ in bits and slots
     """
@@ -216,7 +216,7 @@ class HeadCodec:
         """Codes [n, P, D], and the bytes of ranges and slots. Sums run over the channels in order, so that kernels can
         give the same bits.
         """
-        book, edges = self.tables.value_books, self.tables.value_edges
+        codebook, edges = self.tables.value_books, self.tables.value_edges
         distance = (v - _ordered_sum(v) / v.shape[-1]).abs()
         outliers, others = _ranked(distance).tensor_split((int(self.tables.value_slots),), -1)
         inner = torch.ones_like(v, dtype=torch.bool).scatter(-1, outliers, False)
@@ -227,7 +227,7 @@ class HeadCodec:
         total = _ordered_sum(x)
         number = others.shape[-1]
         for _ in range(FIT_ROUNDS):
-            c = book[_codes(v, edges * s[..., None] + z[..., None])] * inner
+            c = codebook[_codes(v, edges * s[..., None] + z[..., None])] * inner
             sum_c, sum_cc, sum_cx = map(_ordered_sum, (c, c * c, c * x))
             spread = sum_cc - sum_c * sum_c / number
             slope = sum_cx - sum_c * total / number
@@ -240,7 +240,7 @@ class HeadCodec:
         ranges = to_half(torch.stack((s, z), 1) + 0.0)
         s, z = ranges.float().unbind(1)
         codes = _codes(v, edges * s[..., None] + z[..., None])
-        slots = _slots(v - (book[codes] * s + z), outliers)
+        slots = _slots(v - (codebook[codes] * s + z), outliers)
         return codes, ranges.flatten(1).view(torch.uint8), slots
 
 

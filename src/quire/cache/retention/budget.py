@@ -80,10 +80,10 @@ def allocate(
     rate = (gains / page_bytes[:, None]).ravel()
     order = np.argsort(-rate, kind="stable")
     total = np.cumsum(np.repeat(page_bytes, gains.shape[1])[order])
-    taken = np.zeros(gains.shape, bool)
-    taken.flat[order] = (rate[order] >= 0) & ((total <= most_bytes) | np.isinf(rate[order]))
+    chosen = np.zeros(gains.shape, bool)
+    chosen.flat[order] = (rate[order] >= 0) & ((total <= most_bytes) | np.isinf(rate[order]))
     # A head keeps the tokens that rank at least as high as the last one in its pages.
-    count = taken[:, 1:].sum(1) * page_tokens
+    count = chosen[:, 1:].sum(1) * page_tokens
     least = ordered[np.arange(len(keys)), count - 1]
     kept = (keys >= least[:, None]) & (keys > 0) & (count > 0)[:, None]
-    return np.asarray(kept | (is_last & taken[:, :1]))
+    return np.asarray(kept | (is_last & chosen[:, :1]))

@@ -94,8 +94,8 @@ class Retainer:
         num_last = self.retention.num_profiled(end) if is_end else 0
         if self.retention.budget is None:
             # After the decision, only if a head still needs sums.
-            goes_on = retained is None or retained.has_sums.any()
-            return Profiling(num_last, decides=is_end) if goes_on else None
+            needs_sums = retained is None or retained.has_sums.any()
+            return Profiling(num_last, decides=is_end) if needs_sums else None
         if retained is not None:
             # The open chunk, and the last sealed one where heads hold it in its row.
             return Profiling(0, 1, 1 + (holder.path.num_sealed - 1 in retained.origins))

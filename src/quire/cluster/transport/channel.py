@@ -2,15 +2,16 @@
 
 Both sides say hello. Each then proves that it knows the secret and has the same compatibility tag:
 
-    hello  = magic, version, length of the name, nonce [32], name
-    proof  = BLAKE3, keyed, of "proof", its role and both hellos
-        compatibility_tag  = BLAKE3, keyed, of "about", its role, both hellos and the value that both must share
-    key    = BLAKE3, keyed, of "frames", the sender's role and both hellos
+    hello              = magic, version, length of the name, nonce [32], name
+    proof              = BLAKE3, keyed, of "proof", its role and both hellos
+    compatibility_tag  = BLAKE3, keyed, of "about", its role, both hellos and the tag, which names the version of
+                         Quire: both must be equal, but neither side learns the other's
+    key                = BLAKE3, keyed, of "frames", the sender's role and both hellos
 
 The roles are "dialer" and "listener", so that nobody can send a proof back. Then frames follow in both directions:
 
     frame  = counter [8], kind [1], zero [3], bytes of meta [4], number [8], MAC [16], meta, payload
-        MAC    = first 16 bytes of BLAKE3, keyed with the direction's key, of the fields before it, and meta
+    MAC    = first 16 bytes of BLAKE3, keyed with the direction's key, of the fields before it, and meta
 
 The payload has no MAC here. A payload is an extent with its own MAC, and hashing it twice would halve the throughput.
 Nothing is encrypted.
@@ -28,6 +29,7 @@ import numpy as np
 from blake3 import blake3
 
 from quire.cluster.transport.stream import TransportError
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.cluster.transport.sockets import SocketStream
@@ -185,7 +187,7 @@ def authenticate(stream: SocketStream, credentials: Credentials, seconds: float,
     if not hmac.compare_digest(received[:_PROOF_BYTES], proof):
         raise TransportError(f"{peer!r} has another secret")
     if not hmac.compare_digest(received[_PROOF_BYTES:], compatibility_tag):
-        raise TransportError(f"{peer!r} has another model, codec or calibration")
+        raise TransportError(f"{peer!r} runs another version of Quire; this process runs version {__version__}")
     stream.set_deadline(None)
     return Channel(stream, peer, *(credentials.mac(b"frames ", role, both) for role in roles))
 

@@ -72,9 +72,9 @@ class Connection:
         with self._changed:
             self._changed.wait_for(lambda: self.is_established or self.is_ended, seconds)
             if self.is_ended:
-                raise TransportError(f"no link to {self.peer!r}: {self._reason}")
+                raise TransportError(f"no connection to {self.peer!r}: {self._reason}")
             if not self.is_established:
-                raise TransportError(f"no link to {self.peer!r} within {seconds:g} s")
+                raise TransportError(f"no connection to {self.peer!r} within {seconds:g} s")
 
     def end(self, reason: str) -> None:
         """Ends the connection; its threads do the rest. Never blocks."""
@@ -117,14 +117,14 @@ class Connection:
                 self._tell(error)
             self.end(str(error))
         except Exception as error:
-            log.exception("link to %s", self.peer)
+            log.exception("connection to %s", self.peer)
             self.end(f"{type(error).__name__}: {error}")
         finally:
             self.end("its thread has ended")
 
     def _tell(self, error: QuireError) -> None:
         """Logs why the connection ends. The waiting code decides what that means."""
-        text = f"link to {self.peer or 'a stranger'}: {error}"
+        text = f"connection to {self.peer or 'an unknown peer'}: {error}"
         if isinstance(error, PeerClosedError):  # a peer closes its connections when it ends
             log.debug("%s", text)
         elif self.peer is None:
@@ -147,7 +147,7 @@ class Connection:
             try:
                 self._owner.handler.connection_lost(self.peer)
             except Exception:
-                log.exception("link to %s: the handler failed when it was lost", self.peer)
+                log.exception("connection to %s: the handler failed when it was lost", self.peer)
 
     def _leave(self) -> None:
         with self._changed:

@@ -45,7 +45,7 @@ class SocketStream:
         if self._until is None:
             return self._stall_seconds
         if (left := self._until - time.monotonic()) <= 0:
-            raise TransportError("the peer takes too long to say who it is")
+            raise TransportError("the peer takes too long to authenticate")
         return left
 
     def read(self, into: memoryview, *, is_idle: bool = False) -> None:

@@ -1,0 +1,124 @@
+"""`quire plan hardware`: from a measured machine to a plan, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.cli import main
+from quire.config import EngineConfig
+from quire.evaluation import offload_profile
+from quire.offload import hardware, quiet
+from quire.offload.costs import Workload
+from quire.offload.files import read_policy
+from quire.offload.profile import profile_text, read_profile
+from quire.offload.units import TIERS
+from quire.planning.offload_sizes import conditions_of, sizes_from
+from tests.offload.test_profile import MIB, profile_with
+from tests.offload.test_profile import cache_folder as cache_folder
+from tests.tiny_models import save_tiny
+
+
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_folder: None) -> Callable[..., tuple[str, Path]]:
+    """Measures a tiny model in seconds. Returns its folder and the profile."""
+    for name, value in {
+        "FILE_BYTES": 8 * MIB, "READ_SIZES": (MIB,), "READ_THREADS": (1,), "READ_SECONDS": 0.02, "COPY_BYTES": MIB,
+        "SAMPLE_SECONDS": 0.0, "COLD_BYTES": 0, "YARDSTICK": 32,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(hardware, name, value)
+    monkeypatch.setattr(quiet, "MOST_TRIES", 1)
+    monkeypatch.setattr(offload_profile, "QUIET_SECONDS", 0.03)
+    model, file = save_tiny(tmp_path / "model"), tmp_path / "machine.json"
+
+    def measure(*words: str) -> tuple[str, Path]:
+        given = ["--rounds", "1", "--cache.memory", "16MiB", "--model.dtype", "bfloat16", *words]
+        assert main(["plan", "hardware", str(model), "--output", str(file), *given]) == 0
+        return str(model), file
+
+    return measure
+
+
+SAME = ["--model.dtype", "bfloat16"]
+
+
+def test_a_machine_is_measured_and_planned_for(
+    quick: Callable[..., tuple[str, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, file = quick()
+    told = capsys.readouterr().out
+    assert "weights are read at" in told and "ms a layer" in told and "fitted: " in told
+    made = read_profile(file)
+    config = EngineConfig.from_options({"model.dtype": "bfloat16", "offload.mode": "auto"}, None)
+    shape, sizes = sizes_from(model, config, Workload(1, 1))
+    made.check(conditions_of(model, shape, config, sizes))
+    assert made.products.counts == hardware.ROWS and made.conditions.dtype == "bfloat16"
+    shares = sorted({run.disk_share for run in made.runs})
+    assert len(shares) == 3 and shares[0] == 0 and shares[-1] == 1
+    assert all(run.predicted > 0 for run in made.runs)
+
+    output = tmp_path / "policy.json"
+    words = ["--hardware", str(file), "--input-tokens", "64", "--output-tokens", "8", "--json", *SAME]
+    assert main(["plan", "offload", model, *words, "--only-weights", "--output", str(output)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    policy = read_policy(output, TIERS[1:])
+    assert policy.block == found["micro_batch"] and found["throughput"] > 0
+    assert found["weights"] == {"cpu": 1.0, "disk": 0.0}  # a tiny model fits
+    options = {"model.dtype": "bfloat16", "cache.memory": "16MiB", "offload.mode": str(output)}
+    with LLM(model, options) as llm:
+        assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model.dtype", "float32"], "model.dtype bfloat16, not float32"),
+        ([*SAME, "--model.weights", "g4"], "model.weights native, not g4"),
+        ([*SAME, "--cache.codec", "g4"], "cache.codec dense, not g4"),
+        ([*SAME, "--offload.disk_bandwidth", "100MB"], "offload.disk_bandwidth auto, not 95.37MiB"),
+        ([*SAME, "--form", "max"], "--form is for --hardware t4"),
+        ([*SAME, "--plan.gpu", "1GiB"], "--plan.gpu has no effect"),
+        ([*SAME, "--plan.cpu", "1MiB", "--micro-batch", "64", "--input-tokens", "64"], "cpu lacks"),
+        ([*SAME, "--input-tokens", "1000"], "are 1032 in all; this model serves at most 512"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(
+    made_profile: tuple[str, Path], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, file = made_profile
+    assert main(["plan", "offload", model, "--hardware", str(file), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def made_profile(tmp_path: Path) -> tuple[str, Path]:
+    """A tiny model, and a made-up profile of it."""
+    model = str(save_tiny(tmp_path / "model"))
+    config = EngineConfig.from_options({"model.dtype": "bfloat16", "offload.mode": "auto"}, None)
+    shape, sizes = sizes_from(model, config, Workload(1, 1))
+    made = profile_with(conditions=conditions_of(model, shape, config, sizes))
+    file = tmp_path / "machine.json"
+    file.write_text(profile_text(made))
+    return model, file
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "needs --output FILE"),
+        (["--output", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
+        (["--output", "x.json", "--plan.cpu", "1GiB"], "--plan.cpu is for quire plan offload"),
+        (["--output", "x.json", "--slack", "0.5"], "--slack is for quire plan offload, not for hardware"),
+        (["--output", "x.json", "--retain.budget", "0.5"], "measured without retain and tiers"),
+    ],
+)
+def test_wrong_arguments_of_plan_hardware_are_one_line(
+    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_tiny(tmp_path / "model")
+    assert main(["plan", "hardware", str(model), *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,86 @@
+"""The phases of a pair, simulated apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from quire.config import ClusterConfig
+from quire.planning.fitted import fit
+from quire.planning.goodput import Goodput
+from quire.planning.slo import Slo
+from quire.planning.workload import Arrival, Span, Workload
+from quire.simulation.load import Load, Run, noted
+from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun, arriving, prompts_of
+from quire.simulation.search import Joint
+from quire.simulation.setup import LocalModel
+from tests.cli.test_simulate import folder as folder
+from tests.cli.test_simulate import local as local
+from tests.cli.test_simulate import made_workload
+
+
+@pytest.mark.parametrize("rate", [1.0, 4.0])
+def test_conversations_arrive_at_the_rate_that_is_asked_for(rate: float, local: Callable[..., LocalModel]) -> None:
+    """Of five turns with pauses of 3 s, in an engine, in a cluster, and in each phase by itself."""
+    turns = [
+        Arrival(2.0 * (index // 5), (Span(index, 20),), 4, index - 1 if index % 5 else -1, 3.0 * (index % 5 > 0))
+        for index in range(200)
+    ]
+    workload = Workload("chat", turns)
+    load, setup = Load(workload, 60, fit(workload)), local().setup(ClusterConfig())
+    apart = local().setup(ClusterConfig(prefill=1, decode=1))
+    first, second = apart.replicas
+    prompts, decoding = PromptRun(first, apart.ways, load, 0.01, rate, 0), DecodeRun(second, apart.ways, load, rate, 0)
+    runs = [Run(setup, load, rate), Run(apart, load, rate), prompts, decoding, PairRun(prompts, decoding)]
+    for run in [*runs, MixedRun(setup.replicas[0], setup.ways, load, rate, 0), Joint(apart, load, rate, 0)]:
+        outcome = run.outcome()
+        assert len(outcome.arrived) == pytest.approx(60, rel=0.15), type(run).__name__
+        assert outcome.offered == pytest.approx(rate, rel=0.15), type(run).__name__
+    assert Run(setup, Load(workload, 60), 4.0).outcome().offered < 3.5, "a replay begins with first turns alone"
+
+
+def test_few_requests_for_a_loose_target_are_a_doubt() -> None:
+    load = Load(made_workload(), 60)
+    found = noted(Goodput(10.0, 0.95), load, Slo(4.0, attainment=0.9))
+    (told,) = found.doubts
+    # 60 requests in 6 s: with 5.74 requests/s the 54th waits for 4 s.
+    assert "up to 43% of this rate" in told and "--requests" in told
+    assert not noted(Goodput(10.0, 0.95), load, Slo(0.2, attainment=0.9)).doubts
+    assert not noted(Goodput(10.0, 0.95), load, Slo(tpot=0.1, attainment=0.9)).doubts
+    turns = [
+        Arrival(float(index), (Span(index, 9),), 2, index - 1 if index % 2 else -1, 1e4 * (index % 2))
+        for index in range(20)
+    ]
+    days = Workload("days", turns)
+    (told,) = noted(Goodput(1.0, 0.95), Load(days, 20, fit(days)), Slo(0.2)).doubts
+    assert "conversations pause so long" in told
+
+
+def test_a_pair_as_a_tandem_is_like_a_cluster(local: Callable[..., LocalModel]) -> None:
+    setup, load = local().setup(ClusterConfig(prefill=1, decode=1)), Load(made_workload(60), 60)
+    first, second = setup.replicas
+    tandem = PairRun(
+        PromptRun(first, setup.ways, load, 0.01, 10.0, 0), DecodeRun(second, setup.ways, load, 10.0, 0)
+    ).outcome()
+    whole = Run(setup, load, 10.0).outcome()
+    assert tandem.ttft.mean() == pytest.approx(whole.ttft.mean(), rel=0.05)
+    assert tandem.tpot.mean() == pytest.approx(whole.tpot.mean(), rel=0.1)
+
+
+def test_conversations_keep_their_lengths_in_each_part() -> None:
+    arrivals = [
+        Arrival(0.0, (Span(1, 10), Span(2, 5)), 7),
+        Arrival(0.0, (Span(3, 4),), 3, after=0, pause=1.0),
+        Arrival(2.0, (Span(1, 10),), 2),
+        Arrival(0.0, (Span(4, 6),), 1, after=1, pause=0.5),
+    ]
+    workload = Workload("turns", arrivals)
+    prompts = prompts_of(workload, tpot=0.1)
+    assert prompts.prompt_tokens.tolist() == workload.prompt_tokens.tolist() == [15, 26, 10, 35]
+    assert prompts.columns.num_out.tolist() == [1, 1, 1, 1]
+    assert prompts.columns.pause.tolist() == pytest.approx([0.0, 1.6, 0.0, 0.7])
+    moved = arriving(workload, np.array([0.3, 5.0, 0.1, 9.0]))
+    assert moved.prompt_tokens.tolist() == [10, 15, 26, 35] and moved.columns.after.tolist() == [-1] * 4
+    assert moved.columns.at.tolist() == [0.1, 0.3, 5.0, 9.0] and moved.cached_tokens.tolist() == [0, 0, 0, 0]
