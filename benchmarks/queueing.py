@@ -15,8 +15,7 @@ import sys
 
 import numpy as np
 from common import ROOT, format_table
-
-from quire.planning.queueing import (
+from queues import (
     crossover,
     inter_op_ttft,
     intra_op_ttft,

@@ -17,8 +17,10 @@ from quire.models.shape import ModelShape, Rope
 from quire.planning.analytic import MODELS, AnalyticModel, Efficiency, ModelNumbers
 from quire.planning.devices import DEVICES, device_named
 from quire.planning.latency import Latency, Link, Origin, StepWork
-from quire.planning.queueing import mean_ttft, rate_for
+from tests.benchmark_scripts import benchmark
 from tests.distserve_latencies import COEFFICIENTS, AppendixModel, PaperModel, coefficients_of
+
+queues = benchmark("queues")
 
 A100, H200 = DEVICES["a100-80g"], DEVICES["h200"]
 
@@ -84,8 +86,8 @@ def test_the_papers_pipeline() -> None:
 def test_a_mean_time_to_first_token_of_the_papers_model() -> None:
     """512 tokens take 73.1 ms with the overhead of one stage: .2 s on average at 10.62 requests a second."""
     service = PaperModel().seconds(prompts(512))
-    assert round(rate_for(0.2, service), 1) == 10.6
-    assert mean_ttft(rate_for(0.2, service), service) == pytest.approx(0.2)
+    assert round(queues.rate_for(0.2, service), 1) == 10.6
+    assert queues.mean_ttft(queues.rate_for(0.2, service), service) == pytest.approx(0.2)
 
 
 def test_a_slice_behind_cached_tokens_is_what_the_whole_prompt_has_more() -> None:

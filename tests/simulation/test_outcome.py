@@ -13,7 +13,7 @@ import pytest
 
 from quire.cli.simulation_common import result_of
 from quire.planning.latency import LatencyModel, Origin, StepWork
-from quire.planning.queueing import poisson_arrivals, tandem, waits
+from quire.planning.queueing import waits
 from quire.planning.slo import Slo
 from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.bulk import simulate_bulk
@@ -22,7 +22,10 @@ from quire.simulation.engine import make_engine
 from quire.simulation.load import Attains
 from quire.simulation.outcome import Outcome, Used
 from quire.simulation.simulate import simulate
+from tests.benchmark_scripts import benchmark
 from tests.simulation.test_bulk import plan_of
+
+queues = benchmark("queues")
 
 
 def outcome(ttft: list[float], tpot: list[float], num_out: int = 11) -> Outcome:
@@ -152,8 +155,8 @@ def test_three_requests_wait_as_by_hand(stages: int, expected: list[float]) -> N
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_an_instance_is_the_queue_of_the_formulas(stages: int) -> None:
-    times = poisson_arrivals(7.0, 400, np.random.default_rng(0))
-    expected = tandem(times, [0.1 / stages] * stages) - times
+    times = queues.poisson_arrivals(7.0, 400, np.random.default_rng(0))
+    expected = queues.tandem(times, [0.1 / stages] * stages) - times
     assert stages > 1 or expected == pytest.approx(waits(times, 0.1) + 0.1)
     for name, found in served(times.tolist(), 0.1, stages).items():
         np.testing.assert_allclose(found, expected, atol=1e-9, err_msg=name)

@@ -10,18 +10,20 @@ import pytest
 
 from quire.planning.candidates import Candidate, Role
 from quire.planning.latency import StepWork
-from quire.planning.queueing import poisson_arrivals
 from quire.planning.slo import Slo
 from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.load import Load
 from quire.simulation.queue_check import prompt_seconds, queue_check
+from tests.benchmark_scripts import benchmark
 from tests.cli.test_plan_placement import _quick as _quick
 from tests.cli.test_plan_placement import latency, planner
+
+queues = benchmark("queues")
 
 
 def poisson_load(count: int) -> Load:
     rng = np.random.default_rng(1)
-    at = poisson_arrivals(1.0, count, rng).tolist()
+    at = queues.poisson_arrivals(1.0, count, rng).tolist()
     arrivals = [
         Arrival(time, (Span(index, int(size)),), 2)
         for index, (time, size) in enumerate(zip(at, rng.integers(200, 1200, count), strict=True))
