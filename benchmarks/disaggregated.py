@@ -16,7 +16,7 @@ random prompts and Poisson arrivals. Every side gets the same requests at the sa
 A side stays up for all rates of a round, and the order of sides rotates from round to round. A request meets its SLO if
 both its time to first token and its mean time per token after that are at most --ttft and --tpot, times the scale. What
 a side does not answer misses it. With --long-every K a prompt of --long-tokens comes with every K-th request, which is
-not counted itself. The last table compares `apart` with each budget of one process: their latencies at the same rate.
+not counted itself. The last table compares `apart` with every other side: their latencies at the same rate.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Point:
 @contextmanager
 def serving(side: str, args: argparse.Namespace, folder: Path, trees: Mapping[str, Path]) -> Iterator[Send]:
     """Starts what a side needs. Yields how it is asked. trees: checkouts of earlier commits."""
-    log = folder / f"{side}.log"
+    log = folder / f"{side.replace('/', '-')}.log"
     memory = ["--cache.memory", "1GiB", "--scheduler.max_running", args.running, "--model.weights", args.weights]
     name, _, revision = side.partition("@")
     if name == "apart":
@@ -298,6 +298,8 @@ def main() -> None:
     args.rates = [float(each) for each in args.rates.split(",")]
     os.environ.setdefault("QUIRE_LOG", "info")
     revisions = [revision for side in args.sides if (revision := side.partition("@")[2])]
+    if any("@" in side and not side.startswith("apart@") for side in args.sides):
+        parser.error("only the side apart has earlier commits: apart@REV")
     with tempfile.TemporaryDirectory() as folder, checkouts(revisions) as trees:
         points = measure(args, Path(folder), trees)
     report(points, args)

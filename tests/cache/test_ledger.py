@@ -399,6 +399,8 @@ def test_a_shortage_never_exceeds_what_is_lacking(sizes: list[tuple[int, int, in
     each = [freed or 1 for freed in each]
     needs = [pages + need for pages in out]
     found = counts.shortage(needs, each)
+    packed = sum(pages.slabs_for(pages_needed) for pages, pages_needed in zip(counts._classes, needs, strict=True))
+    assert counts.has_room(needs) == (packed <= counts.num_slabs)
     least = next(n for n in range(200) if counts.has_room([a - n * b for a, b in zip(needs, each, strict=True)]))
     assert found <= least
     if len(each) == 1:

@@ -39,7 +39,7 @@ class AnswerFile:
         self.is_file = name != "-" and (os.path.isfile(name) or os.path.isdir(name) or not os.path.exists(name))
         if name == "-":
             if sys.stdout is None:
-                raise ConfigError("stdout is closed; give an --output")
+                raise ConfigError("stdout is closed, and --output - writes to it; give a file")
             # Not through sys.stdout, which replaces characters that its encoding lacks.
             sys.stdout.flush()
             self._file = FileIO(sys.stdout.fileno(), "w", closefd=False)

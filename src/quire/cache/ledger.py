@@ -128,6 +128,7 @@ class PageCounts:
         """Whether `needs` more pages of each size class fit if pages are packed as densely as possible. A number of
         rows at the end of `needs` is ignored.
         """
+        assert len(needs) >= len(self._classes), "a size class has no number of pages"
         left = self.num_slabs
         for need, pages in zip(needs, self._classes, strict=False):
             packed = -(-(pages.num_out + need) // pages.pages_per_slab)  # `slabs_for`, without the call

@@ -88,10 +88,10 @@ def check_open(*names: str) -> None:
 
 
 def _can_do_without_output(args: argparse.Namespace) -> bool:
-    """Whether what a command prints is not its result: a server answers over HTTP, and --output names a file."""
-    if args.command == "serve":
-        return not args.print_config
-    return getattr(args, "output", None) is not None
+    """Whether a command's result does not go to stdout: a server answers over HTTP, and --output names a file."""
+    if getattr(args, "print_config", False):
+        return False
+    return args.command == "serve" or getattr(args, "output", None) is not None
 
 
 def _open_missing_streams() -> None:

@@ -221,11 +221,11 @@ class PeerConnections:
         if self.is_closed:
             raise TransportError("closed here")
         if (num_threads := self.num_strangers) >= MOST_STRANGER_THREADS:
-            raise TransportError(f"{num_threads} strangers have not said who they are")
+            raise TransportError(f"{num_threads} unknown peers have not authenticated")
         strangers = [each for each in self._connections if each.peer is None and not each.is_ended]
         if len(strangers) >= MOST_STRANGERS:
             strangers[0].end("another connection took its place")
-            self.stranger_warnings.warn(f"more than {MOST_STRANGERS} strangers have not said who they are")
+            self.stranger_warnings.warn(f"more than {MOST_STRANGERS} unknown peers have not authenticated")
         self._begin(connection)
 
     def _begin(self, connection: Connection) -> None:

@@ -22,7 +22,9 @@ END_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class _Instance:
-    """A process and a pipe. If this process ends while the instance starts, the pipe closes, and the instance ends."""
+    """An instance's process, and a pipe to it. The pipe closes if the parent ends while the instance starts. Then the
+    instance ends, too.
+    """
 
     process: subprocess.Popen[bytes]
     writing: int

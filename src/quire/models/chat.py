@@ -36,8 +36,8 @@ MAX_CHARS = 16 << 20
 
 
 def check_messages(messages: Any) -> None:
-    """Raises RequestError if a conversation is no list, is empty, or has a message without a role. Which roles there
-    are is up to the model's template; the server takes those of `Role`.
+    """Raises RequestError if a conversation is no sequence, is empty, or has a message without a role. Which roles
+    there are is up to the model's template; the server takes those of `Role`.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError(

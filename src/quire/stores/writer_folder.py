@@ -27,7 +27,9 @@ MIN_RUNS_BYTES = 1 << 20
 NEW_INDEX_BYTES = MARGIN_BYTES + (64 << 10)
 
 STALE_SECONDS = 7 * 24 * 3600.0
-"""Files of other models are collected after those of this model, but before them once they were unused this long."""
+"""Files of other models are collected after those of this model. Files of theirs that nobody has used for so long come
+before both.
+"""
 
 GROW_SECONDS = 0.5
 """Seconds in which a quota that could not grow is not requested again."""

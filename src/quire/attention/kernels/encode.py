@@ -84,9 +84,9 @@ def encode_nuq(
     seals,                          # i32 [n, 2]: full chunk, chunk it is encoded into
     staged,                         # page id of the first staged page
     heads, pairs,                   # as in `attend_encoded`
-    key_edges, key_codebooks,           # f32 [L, H, D, 32]; edges past a width are +inf
+    key_edges, key_codebooks,       # f32 [L, H, D, 32]; edges past a width are +inf
     key_weight,                     # f32 [L, H, D]
-    value_edges, value_codebooks,       # f32 [L, H, 32]; edges past the width are 0
+    value_edges, value_codebooks,   # f32 [L, H, 32]; edges past the width are 0
     first_layer,
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
     DP: tl.constexpr, HP: tl.constexpr, SINKS: tl.constexpr,
@@ -231,7 +231,7 @@ def value_outliers(
 @triton.jit
 def value_range(
     arena, of_values, encoded, channel_0, channel_1, count,  # as in `value_outliers`, and its result
-    edges, num_edges, codebook,                        # of one head
+    edges, num_edges, codebook,                              # of one head
     D: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """The scale and the shift of each vector, f16 [P], fitted to the channels without a slot."""

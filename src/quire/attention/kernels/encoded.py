@@ -359,20 +359,9 @@ def add_values(
     if KIND == NUQ:
         codebook, bits, at_values, at_ranges, num_slots, at_slots = of_values
         even, odd = nuq_values(
-            words,
-            page,
-            codebook,
-            bits,
-            at_values,
-            at_ranges,
-            num_slots,
-            at_slots,
-            D,
-            DP,
-            P,
-            VALUE_PARTS,
+            words, page, codebook, bits, at_values, at_ranges, num_slots, at_slots, D, DP, P, VALUE_PARTS,
             MOST_VALUE_SLOTS,
-        )
+        )  # fmt: skip
         even_weight, odd_weight = in_value_order(weight, ROWS, P)
         even, odd = interleaved(even, P // 2, NUM_RUNS), interleaved(odd, P // 2, NUM_RUNS)
         acc = tl.dot(even_weight, even.to(TYPE), acc, input_precision="ieee")

@@ -432,8 +432,7 @@ def recover(
     num_kept, first_kept, count,  # kept rows of the step; first kept row and kept rows of the slice
     first_position,               # position of the slice's first kept row
     first_start,                  # position of the first slot of the first chunk
-    num_words,
-    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr,
+    num_words, L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr,
     HP: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SINKS: tl.constexpr, KIND: tl.constexpr, KEY_PARTS: tl.constexpr, MOST_KEY_SLOTS: tl.constexpr,
     ROTATE: tl.constexpr,

@@ -33,10 +33,10 @@ def codebook_indices(
 @triton.jit
 def nuq_keys(
     words,                   # the arena as i32
-    page,                    # i64
-    at4, at2, at1,           # i32 [HP]: offsets of a pair's upper 4 bits, 2 bits and lowest bit, in words; -1: none
-    order,                   # i32 [HP]: the pair
-    first_codebook, second_codebook, # f32 [HP, 32]: of a pair's two channels
+    page,                             # i64
+    at4, at2, at1,                    # i32 [HP]: offsets of a pair's upper 4 bits, 2 bits, lowest bit; -1: none
+    order,                            # i32 [HP]: the pair
+    first_codebook, second_codebook,  # f32 [HP, 32]: of a pair's two channels
     num_slots, at_slots,
     HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
     PARTS: tl.constexpr,     # the powers of two in the widths of the model's keys: a sum of 4, 2 and 1

@@ -1,7 +1,7 @@
 """Non-uniform codes: keys per channel before rotation, values per token, the worst of each vector apart.
 
-    key    of channel d:  codebook_d[code]                        plus, in the vector's slots, what that misses
-    value  of a token:    s * codebook[code] + z, s and z its own likewise
+    key    of channel d:  codebook_d[code]                           plus, in the vector's slots, what that misses
+    value  of a token:    s * codebook[code] + z, s and z its own    likewise
 
 A page (P = 64 slots, D channels, all little-endian; docs/reference/page-format.md has it byte by byte):
 
