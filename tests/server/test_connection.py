@@ -273,6 +273,24 @@ async def test_an_upgrade_that_nobody_offers_is_passed_over():
         client.close()
 
 
+@pytest.mark.parametrize("offered", ["h2c", "websocket"])
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("size", [1, 7, 10**6])
+async def test_a_body_behind_an_offered_upgrade_is_read(offered, is_chunked, size):
+    chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+    framing = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {len(BODY)}"
+    head = post_head("/v1/completions", framing, "Connection: Upgrade, HTTP2-Settings", f"Upgrade: {offered}")
+    request = head + (chunked if is_chunked else BODY)
+    async with socket_server() as server:
+        client = await server.connect(b"")
+        sent = request + request + GET
+        for at in range(0, len(sent), size):
+            await client.send(sent[at : at + size])
+        answers = [await client.answer() for _ in range(3)]
+        assert [each.status for each in answers] == [200, 200, 200] and await is_alive(server)
+        client.close()
+
+
 async def test_a_client_that_asks_before_it_sends_its_body_is_told_to_and_without_a_key_it_is_not():
     asked = post_head("/v1/completions", f"Content-Length: {len(BODY)}", "Expect: 100-continue")
     async with socket_server(keys=["secret"]) as server:

@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 
 from quire.server.disconnect_probe import DisconnectProbe
 from quire.server.errors import ApiError, bad_request
-from quire.server.framing import check_codings, is_old, unchunked
+from quire.server.framing import check_codings, is_old, parser_of_body, unchunked
 from quire.server.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class HttpConnection(HttpToolsProtocol):
     since           start of the wait, by the loop's clock; in a body, the time of its last byte
     non_body_bytes  bytes of the current request outside the body
     keeps_body      whether the current request has the key that it needs; otherwise its body is discarded
+    upgrade_parser  parses the body of a request that offers an upgrade; None: the current request offers none, or has
+                    no body
     ahead           bodies that it reads before their requests begin
     received        bytes since the last answer
     unsent          bytes that the client had not read when its reading was last checked
@@ -78,6 +80,7 @@ class HttpConnection(HttpToolsProtocol):
         self.address = ""
         self.keeps_alive = True
         self.keeps_body = True
+        self.upgrade_parser: httptools.HttpRequestParser | None = None
         self.answering: RequestResponseCycle | None = None
         self.ahead = ReadAhead(self)
         self.received = 0
@@ -144,8 +147,10 @@ class HttpConnection(HttpToolsProtocol):
             try:
                 self.parser.feed_data(part)
             except httptools.HttpParserUpgrade as upgrade:
-                # To HTTP/2 or to a web socket. A server may ignore this request.
+                # To HTTP/2 or to a web socket. A server may ignore this offer (RFC 9110, section 7.8).
                 part = rest[: max(1, upgrade.args[0])]
+                if self.upgrade_parser is not None:
+                    self.parser, self.upgrade_parser = self.upgrade_parser, None
             except httptools.HttpParserError:
                 self.refuse(_not_http())
             rest = rest[len(part) :]
@@ -185,6 +190,8 @@ class HttpConnection(HttpToolsProtocol):
             self.refuse(error)
             return
         self.expect_100_continue = self.expect_100_continue and version != "1.0"
+        if self.parser.should_upgrade():
+            self.upgrade_parser = parser_of_body(self, self.headers, version)
         super().on_headers_complete()
         scope: Any = self.scope
         self.keeps_body = self.manager.is_authorized(scope)
@@ -208,7 +215,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is complete."""
-        if self.state is not ConnectionState.BODY:
+        # The parser takes the offer of an upgrade for the end of the request.
+        if self.state is not ConnectionState.BODY or self.upgrade_parser is not None:
             return
         super().on_message_complete()
         if not self.cycle.response_started:

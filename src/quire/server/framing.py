@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from httptools import HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from quire.server.errors import ApiError, bad_request
@@ -32,6 +35,42 @@ def check_codings(headers: list[tuple[bytes, bytes]], version: str) -> None:
     if len(codings) > 1:
         message = f"Transfer-Encoding is {shown}; only 'chunked' alone is understood"
         raise ApiError(501, message, code="unsupported_transfer_encoding")
+
+
+def parser_of_body(receiver: object, headers: list[tuple[bytes, bytes]], version: str) -> HttpRequestParser | None:
+    """A parser that goes on behind the head of a request; None if the request has no body.
+
+    httptools ends a request at its head if it offers an upgrade, even if a body follows.
+
+    receiver  is called for the body and for all requests behind it
+    headers   of the request, with names in lower case
+    """
+    framing = [(name, value) for name, value in headers if name in (b"content-length", b"transfer-encoding")]
+    if all(value.strip(b"0 \t") == b"" for _, value in framing):
+        return None
+    skipped = _AfterHead(receiver)
+    parser = HttpRequestParser(skipped)
+    with contextlib.suppress(AttributeError):  # uvicorn does the same, for older releases of httptools
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+    lines = [b"%s: %s\r\n" % each for each in framing]
+    parser.feed_data(b"".join([f"POST / HTTP/{version}\r\n".encode(), *lines, b"\r\n"]))
+    skipped.is_head = False
+    return parser
+
+
+class _AfterHead:
+    """Passes on what a parser finds behind a head.
+
+    is_head  whether the parser reads that head
+    """
+
+    def __init__(self, receiver: object) -> None:
+        self._receiver = receiver
+        self.is_head = True
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        found: Callable[..., None] = getattr(self._receiver, name)
+        return lambda *values: None if self.is_head else found(*values)
 
 
 def is_old(cycle: RequestResponseCycle) -> bool:
