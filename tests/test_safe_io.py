@@ -32,7 +32,7 @@ from quire.planning.placement_file import read_placement
 from quire.planning.step_log import read_steps
 from quire.planning.traces import read_trace, read_workload
 from quire.prefixes.importing import open_archive
-from quire.safe_io import atomic_write, open_file, parse_json
+from quire.safe_io import NotRegularError, atomic_write, open_file, parse_json
 from quire.server.auth import ApiKeys
 from tests.tiny_models import save_tokenizer
 
@@ -262,3 +262,23 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path) -> None:
         draft.write_text("hal")
         raise KeyboardInterrupt
     assert path.read_text() == "whole" and list(path.parent.iterdir()) == [path]
+
+
+def test_a_link_to_a_file_that_is_written_whole_stays(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    for text in ("first", "second"):
+        with atomic_write(link) as draft:
+            draft.write_text(text)
+        assert link.is_symlink() and target.read_text() == text and not target.is_symlink()
+    assert sorted(tmp_path.iterdir()) == [link, target]
+
+
+def test_what_is_no_file_is_never_replaced(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for path in (pipe, link):
+        with pytest.raises(NotRegularError, match="it is a pipe"), atomic_write(path) as draft:
+            draft.write_text("text")
+    assert pipe.is_fifo() and sorted(tmp_path.iterdir()) == [link, pipe]

@@ -76,9 +76,13 @@ def read_source(name: str) -> bytes:
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yields a draft beside a file, to write to; makes the folder if it is missing. On success the draft replaces the
-    file, so readers never see a partial file. Raises OSError.
+    file, so readers never see a partial file. A symbolic link stays, and leads to the new file. Raises OSError,
+    NotRegularError for a path to a pipe, a device or a socket.
     """
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        check_regular(path)
     draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         yield draft

@@ -80,6 +80,11 @@ def test_save_writes_what_generate_reads(chat, tmp_path):
     assert "needs a file name" in error
 
 
+def test_an_empty_conversation_is_not_saved(chat, tmp_path):
+    file = tmp_path / "talk.jsonl"
+    assert "there are no messages to save" in chat("hi", "/reset", f"/save {file}").err and not file.exists()
+
+
 def test_a_conversation_too_long_can_be_reset(chat):
     found = chat("x" * 300, "/reset", "short", engine=FakeEngine(max_context=250))
     assert "too long" in found.err

@@ -152,6 +152,7 @@ sys.exit(status)
         (["calibrate", "smollm2", "--text", "/no/such/text"], "cannot read the text /no/such/text"),
         (["calibrate", "smollm2", "--output", "/no/such/x"], "cannot write /no/such/x: there is no folder"),
         (["calibrate", "smollm2", "--export", "/no/such/x"], "cannot write /no/such/x: there is no folder"),
+        (["calibrate", "smollm2", "--export", "/dev/null"], "cannot write /dev/null: it is a device; a regular file"),
         (["eval", "retrieval", "smollm2", "--text", "/no/such/text"], "cannot read the text /no/such/text"),
         (["bench", "compose", "smollm2", "--text", "/no/such/text"], "cannot read the text /no/such/text"),
     ],

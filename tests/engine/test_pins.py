@@ -47,19 +47,13 @@ def test_names_of_control_tokens_in_a_users_text_are_text(tmp_path: Path, tokeni
     assert end not in user.ids and system.ids[0] == end
 
 
-def test_a_conversation_may_hold_what_a_tool_answered(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    file = tmp_path / "pins.jsonl"
-    messages = [{"role": "user", "content": "x"}, {"role": "tool", "content": LONG}]
-    file.write_text(json.dumps({"messages": messages}))
-    (pin,) = read_pins(file, tokenizer)
-    assert pin.ids == tokenizer.chat_ids(messages, False)[: len(pin.ids)]
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "pins.jsonl, line 1: not JSON"),
         (json.dumps({"messages": [{"role": "sys", "content": LONG}]}), "one of system"),
+        (json.dumps({"messages": [{"role": "tool", "content": LONG}]}), "one of system"),
+        (json.dumps({"messages": [{"role": "assistant", "content": LONG, "tool_calls": []}]}), "calls of tools"),
         (json.dumps({"messages": [{"role": "user", "content": [LONG]}]}), "must be a string"),
         (json.dumps({"messages": []}), "it must be"),
         ("[]", "it must be"),

@@ -66,6 +66,16 @@ def test_a_key_file_without_usable_keys_is_refused(tmp_path, text):
     assert text.strip() in ("", "# only a comment") or text.strip() not in str(error.value)
 
 
+@pytest.mark.parametrize("header", ["Basic first-key", "first-key", "Digest first-key"])
+def test_a_key_that_is_no_bearer_token_is_none(keys, header):
+    assert ApiKeys.from_file(keys).tenant(header.encode()) is None
+
+
+def test_a_host_that_is_no_address_is_refused():
+    with pytest.raises(ConfigError, match="is not an address of this machine"):
+        is_loopback("no such host")
+
+
 def test_a_missing_key_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="api_key_file"):
         ApiKeys.from_file(tmp_path / "none")

@@ -105,3 +105,20 @@ async def test_every_sampling_parameter_of_a_request_reaches_the_engine(path: st
         assert answer.status_code == 200, answer.text
     expected = SamplingParams(**{**GIVEN, "logit_bias": {5: 1.5}})
     assert {name: getattr(asked[0], name) for name in names} == {name: getattr(expected, name) for name in names}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": "x"}, "chat_template_kwargs"),
+        ("/v1/completions", {**TEXT, "structured_outputs": 3}, "structured_outputs"),
+        ("/v1/completions", {**TEXT, "structured_outputs": {"json": {}, "may_force": True}}, "structured_outputs"),
+        ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
+        ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
+    ],
+)
+async def test_a_field_of_the_wrong_form_or_place_is_named(path: str, body: dict[str, Any], param: str) -> None:
+    async with client() as http:
+        answer = await http.post(path, json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text

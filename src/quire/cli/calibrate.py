@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     text = None if args.text is None else read_given_text(args.text)
     for file in (args.output, args.export):
         if file is not None:
-            shared.check_writable(file)
+            shared.check_replaceable(file)
     from quire.calibrate import CalibrationSettings, calibrate, import_calibration
     from quire.calibrate.progress import progress_display
     from quire.load import kept_calibration

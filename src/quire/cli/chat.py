@@ -135,6 +135,8 @@ def save(conversation: Conversation, name: str) -> str:
     """Writes the conversation as one line of JSON. Returns a message for the user."""
     if not name:
         return "/save needs a file name"
+    if not conversation.messages:
+        return "there are no messages to save"
     try:
         line = json.dumps({"messages": conversation.messages}, ensure_ascii=False)
         user_path(name).write_text(line + "\n", encoding="utf-8")

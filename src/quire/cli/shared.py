@@ -28,6 +28,7 @@ from quire.config import (
 from quire.errors import ConfigError, RequestError
 from quire.gc_pause import gc_paused
 from quire.options import format_count
+from quire.safe_io import check_regular
 
 if TYPE_CHECKING:
     import asyncio
@@ -151,6 +152,14 @@ def check_writable(path: Path) -> None:
     raise ConfigError(f"cannot write {path}: {reason}")
 
 
+def check_replaceable(path: Path) -> None:
+    """The same for a file that is written whole and then replaced. Pipes, devices and sockets are refused, too."""
+    check_writable(path)
+    if os.path.exists(path):
+        with writing(path):
+            check_regular(path)
+
+
 @contextlib.contextmanager
 def writing(file: Path) -> Iterator[None]:
     """Turns an OSError of writing a file into a ConfigError."""
@@ -165,7 +174,7 @@ def check_plot(path: Path) -> None:
     from quire.evaluation.plot import check_figure
 
     check_figure(path)
-    check_writable(path)
+    check_replaceable(path)
 
 
 def list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE
 from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ConfigError, QuireError, RequestError
-from quire.models.chat import Role, check_messages
+from quire.models.chat import check_messages
 from quire.options import format_bytes
 from quire.safe_io import parse_json, read_text
 
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from quire.engine.engine import Engine
 
 log = logging.getLogger("quire")
+
+ROLES = ("system", "developer", "user", "assistant")
+"""The roles of a pinned conversation. The server renders calls of tools and their answers with the request's tools,
+which a pin does not have.
+"""
 
 PIN_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 """Parameters of the request that computes a prefix."""
@@ -96,15 +101,17 @@ def read_pins(file: Path, tokenizer: Any, what: str = "cache.pin") -> list[Pin]:
 
 
 def _checked(given: Any) -> dict[str, Any]:
-    """The content of a line, with the roles that chat templates know. Raises ValueError if it is malformed."""
+    """The content of a line. Raises ValueError if it is malformed."""
     match given:
         case {"prompt": str(), **rest} if not rest:
             return {"prompt": given["prompt"]}
         case {"messages": [_, *_] as messages, **rest} if not rest:
             check_messages(messages)
             for message in messages:
-                if message["role"] not in get_args(Role):
-                    raise ValueError(f"a message has a role, one of {', '.join(get_args(Role))}")
+                if message["role"] not in ROLES:
+                    raise ValueError(f"a message has a role, one of {', '.join(ROLES)}")
+                if "tool_calls" in message:
+                    raise ValueError("a pinned conversation has no calls of tools; pin the messages before them")
                 if not isinstance(message.get("content"), str):
                     raise ValueError("the content of a message must be a string")
             renamed = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]

@@ -11,6 +11,7 @@ from typing import Any
 from quire.errors import ConfigError
 from quire.evaluation.perplexity import Perplexity
 from quire.extras import install_command
+from quire.safe_io import atomic_write
 
 ENDINGS = (".png", ".svg", ".pdf")
 
@@ -64,10 +65,8 @@ def save_figure(figure: Any, file: Path) -> None:
     """
     drawn = io.BytesIO()
     figure.savefig(drawn, format=file.suffix[1:].lower())
-    part = file.with_name(f".{file.name}.part")
     try:
-        part.write_bytes(drawn.getvalue())
-        part.replace(file)
+        with atomic_write(file) as draft:
+            draft.write_bytes(drawn.getvalue())
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ConfigError(f"cannot write {file}: {error.strerror}") from error

@@ -16,7 +16,7 @@ from quire.models import render
 from quire.models.child import DIED, TIMED_OUT, ChildProcess
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-"""The roles of chat requests and pins. /v1/responses takes four of them."""
+"""The roles of chat requests. /v1/responses and pins take four of them."""
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "chat_template", "tokenize"})
 """Variables that a caller cannot set: they have another source, or belong to a feature that Quire lacks."""

@@ -107,12 +107,13 @@ class AllowedHosts:
 
     def check(self, hosts: Sequence[str]) -> None:
         """Raises ApiError 403 for Host headers that name another machine."""
-        if self.is_any or all(is_loopback_host(host) or _name(host) == self.own for host in hosts):
+        others = [host for host in hosts if not (is_loopback_host(host) or _name(host) == self.own)]
+        if self.is_any or not others:
             return
         raise ApiError(
             403,
             "without API keys this server answers only requests with a Host of this machine, such as 127.0.0.1 or"
-            f" localhost, not {hosts[-1][:100]!r}; set serve.api_key_file, or serve.allow_public to serve everybody",
+            f" localhost, not {others[-1][:100]!r}; set serve.api_key_file, or serve.allow_public to serve everybody",
             code="host_not_allowed",
         )
 
