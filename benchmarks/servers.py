@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import http.client
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -66,15 +66,18 @@ def quire_server(log: Path, *words: object, tree: Path = ROOT) -> Iterator[Serve
     command = [sys.executable, "-m", "quire", "serve", *map(str, words), "--host", "127.0.0.1", "--port", "0"]
     process = _start(command, log, {"PYTHONPATH": path}, subprocess.PIPE)
     assert process.stdout is not None
+    late = threading.Timer(START_SECONDS, process.kill)  # not select: lines may wait in the stream's buffer
+    late.start()
     try:
         line = "start"
         while line and not line.startswith("ready"):  # a line for each instance comes first
-            found, _, _ = select.select([process.stdout], [], [], START_SECONDS)
-            line = process.stdout.readline() if found else ""
+            line = process.stdout.readline()
+        late.cancel()
         if not line:
             raise ServerError(f"the server did not become ready, see {log}")
         yield Server(process, int(line.split()[-1].removesuffix("/v1").rpartition(":")[2]))
     finally:
+        late.cancel()
         process.kill()
         process.wait()
         process.stdout.close()
