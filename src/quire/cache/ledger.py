@@ -128,9 +128,8 @@ class PageCounts:
         """Whether `needs` more pages of each size class fit if pages are packed as densely as possible. A number of
         rows at the end of `needs` is ignored.
         """
-        assert len(needs) >= len(self._classes), "a size class has no number of pages"
         left = self.num_slabs
-        for need, pages in zip(needs, self._classes, strict=False):
+        for pages, need in zip(self._classes, needs, strict=False):
             packed = -(-(pages.num_out + need) // pages.pages_per_slab)  # `slabs_for`, without the call
             left -= packed if packed > pages.num_held else pages.num_held
         return left >= 0
