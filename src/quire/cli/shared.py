@@ -153,7 +153,9 @@ def check_writable(path: Path) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """The same for a file that is written whole and then replaced. Pipes, devices and sockets are refused, too."""
+    """Raises ConfigError if a new file cannot take a file's place, as `check_writable` does, and for pipes, devices and
+    sockets.
+    """
     check_writable(path)
     if os.path.exists(path):
         with writing(path):

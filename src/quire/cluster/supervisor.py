@@ -136,7 +136,7 @@ class Supervisor:
         tracer: Tracer | None = None,
         placement: Placement | None = None,
     ) -> None:
-        if placement is not None:  # its file stands in cluster.placement, where Ray needs a strategy of its own
+        if placement is not None:  # settings.placement is the file's name; Ray needs one of its own strategies there
             prefill, decode, mixed = map(placement.count, candidates.Role)
             strategy = "pairs" if placement.in_pairs and settings.address is not None else "pack"
             settings = dataclasses.replace(settings, placement=strategy, prefill=prefill, decode=decode, mixed=mixed)

@@ -117,7 +117,7 @@ class Planner(ABC):
 
     name     as for `LLM`
     config   of the engines, as far as no axis decides it
-    cluster  the same of the instances
+    cluster  numbers and placement of the instances, as far as no axis decides them
     quality  what is known, and measured; None for a model without a checkpoint
     left     settings that are not searched, and why
     unit     what goodput is counted for
