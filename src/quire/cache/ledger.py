@@ -130,7 +130,7 @@ class PageCounts:
         """
         left = self.num_slabs
         for pages, need in zip(self._classes, needs, strict=False):
-            packed = -(-(pages.num_out + need) // pages.pages_per_slab)  # as in `slabs_for`, whose call costs 1 %
+            packed = -(-(pages.num_out + need) // pages.pages_per_slab)  # as in `slabs_for`; this loop is hot
             left -= packed if packed > pages.num_held else pages.num_held
         return left >= 0
 
