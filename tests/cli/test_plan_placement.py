@@ -16,9 +16,10 @@ from quire.arguments import Arguments
 from quire.cli import main, plan_placement, simulate
 from quire.cluster.placements import shared_options
 from quire.config import EngineConfig
-from quire.planning.candidates import Option
+from quire.evaluation import placements
 from quire.planning.cluster_file import ClusterSpec, Network, Nodes
 from quire.planning.devices import DEVICES
+from quire.planning.divisions import Option
 from quire.planning.fitted import fit
 from quire.planning.goodput import Goodput
 from quire.planning.latency import LatencyModel, Link, StepWork
@@ -28,7 +29,7 @@ from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation import search
 from quire.simulation.hardware import Target
 from quire.simulation.load import Load
-from quire.simulation.search import OnCores, OnGpus, Planner
+from quire.simulation.search import OnCores, OnGpus, OptionTrials
 from quire.simulation.setup import LINKS, Setup
 from tests.tiny_models import save_tiny
 
@@ -65,7 +66,8 @@ def _quick() -> Iterator[None]:
         patch.setattr(search, "TOLERANCE", 0.25)
         for name in ("SEEDS", "CONFIRMATIONS"):
             patch.setattr(search, name, 1)
-        patch.setattr(plan_placement, "JOINT_SEEDS", 1)
+        for name in ("JOINT_SEEDS", "SEEDS", "CONFIRMATIONS"):
+            patch.setattr(placements, name, 1)
         yield
 
 
@@ -93,15 +95,16 @@ def words_of(folder: Path, *more: str, machines: str = "cores", threads: tuple[i
 
 def planner(
     slo: Slo, count: int = 24, *, between: int | None = None, workload: Workload | None = None, **options: Any
-) -> Planner:
+) -> OptionTrials:
     """Options on machines with two GPUs of OPT-13B. between: bytes/s from one machine to another."""
     nodes = Nodes(count=1 if between is None else 2, gpus=2, gpu_memory=80 * 10**9, device="a100-80g")
     cluster = ClusterSpec(nodes, Network(between=between))
     small = {"scheduler.max_running": 16, "scheduler.token_budget": 256, **options}
     link = None if between is None else Link(1e-4, float(between))
-    target = Target("opt-13b", DEVICES["a100-80g"], EngineConfig.from_options(small), slow_link=link, gpus=2)
+    target = Target("opt-13b", DEVICES["a100-80g"], slow_link=link, gpus=2)
     workload = workload or made_workload(count)
-    return Planner(OnGpus(target, cluster, 400), Load(workload, count, fit(workload)), slo)
+    model = OnGpus(target, EngineConfig.from_options(small), cluster, 400)
+    return OptionTrials(model, Load(workload, count, fit(workload)), slo)
 
 
 # The file.
@@ -133,7 +136,7 @@ def test_a_plan_says_whether_the_trace_itself_fares_like_what_was_drawn(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for accepted, is_said in ((-1.0, True), (1.0, False)):
-        monkeypatch.setattr(plan_placement, "ACCEPTED_SHARE", accepted)
+        monkeypatch.setattr(placements, "ACCEPTED_SHARE", accepted)
         assert main(words_of(folder, "--rate", "3.5", "--algorithm", "mixed", "--json")) == 0
         found = json.loads(capsys.readouterr().out)
         said = [each for each in found["made"].get("warnings", []) if "of the trace itself" in each]
@@ -197,8 +200,8 @@ def test_modelled_gpus_need_no_files(folder: Path, capsys: pytest.CaptureFixture
 def test_a_given_speed_within_machines_is_one_of_links_like_the_device_s_own() -> None:
     """An A100 has 300 GB/s. Steps of four GPUs that share layers take as long, whether that is said or not."""
     said, own, half = (
-        Target.on(Gpus("a100-80g", 80 * 10**9, 8, inside), "opt-66b", EngineConfig())
-        .latency(4, 1)
+        Target.on(Gpus("a100-80g", 80 * 10**9, 8, inside), "opt-66b")
+        .latency(EngineConfig(), 4, 1)
         .seconds(StepWork(prompt_rows=512))
         for inside in (300 * 10**9, None, 150 * 10**9)
     )
@@ -322,13 +325,13 @@ def test_a_placement_that_misses_the_target_as_a_whole_says_so(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parts promise what the whole does not keep if their goodput is thought to be five times as high."""
-    goodput_of = Planner.goodput_of
+    goodput_of = OptionTrials.goodput_of
 
-    def boasted(self: Planner, option: Option) -> Goodput:
+    def boasted(self: OptionTrials, option: Option) -> Goodput:
         found = goodput_of(self, option)
         return dataclasses.replace(found, rate=5 * found.rate)
 
-    monkeypatch.setattr(Planner, "goodput_of", boasted)
+    monkeypatch.setattr(OptionTrials, "goodput_of", boasted)
     file = tmp_path / "boasted.json"
     assert main(words_of(folder, "--algorithm", "mixed", "--output", str(file))) == 0
     found: Placement = read_placement(file)

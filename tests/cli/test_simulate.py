@@ -22,7 +22,7 @@ from quire.planning.latency import LatencyModel
 from quire.planning.placement_file import Instances, Placement, Predicted
 from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.load import Load, Run
-from quire.simulation.setup import LocalModel
+from quire.simulation.setup import LocalModel, Setup
 from tests.tiny_models import save_tiny
 
 COEFFICIENTS = {"base": 0.004, "rows_from_1": 4e-4, "prompt_pairs": 1e-7, "context": 1e-6}
@@ -66,12 +66,18 @@ def words(folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
+def latency_of(role: str, config: EngineConfig, fingerprint: str) -> LatencyModel:
+    return latency()
+
+
 @pytest.fixture
-def local(folder: Path) -> Callable[..., LocalModel]:
-    def make(**options: Any) -> LocalModel:
+def local(folder: Path) -> Callable[..., Setup]:
+    """Makes the setup of a server with these settings."""
+
+    def make(settings: ClusterConfig | None = None, placement: Placement | None = None, **options: Any) -> Setup:
         usual = {"cache.memory": "4MiB", "scheduler.max_running": 16, "scheduler.token_budget": 128}
-        base = EngineConfig.from_options({**usual, **options})
-        return LocalModel(str(folder / "model"), base, lambda *_: latency())
+        base, model = EngineConfig.from_options({**usual, **options}), LocalModel(str(folder / "model"), latency_of)
+        return model.setup(model.candidate(base, settings or ClusterConfig(), placement))
 
     return make
 
@@ -86,9 +92,9 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 def test_attainment_counts_requests_that_meet_both_targets(
-    words: list[str], local: Callable[..., LocalModel], capsys: pytest.CaptureFixture[str]
+    words: list[str], local: Callable[..., Setup], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = Run(local().setup(ClusterConfig()), Load(made_workload(), 60), 20.0).outcome()
+    outcome = Run(local(), Load(made_workload(), 60), 20.0).outcome()
     ttft, tpot = (float(np.quantile(values, 0.8)) for values in (outcome.ttft, outcome.tpot))
     found = printed(capsys, *words, "--rate", "20", "--slo.ttft", str(ttft), "--slo.tpot", str(tpot))
     both = float(((outcome.ttft <= ttft) & (outcome.tpot <= tpot)).mean())
@@ -197,15 +203,15 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_kept_model_with_these_settings_is_found(
-    words: list[str], local: Callable[..., LocalModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    words: list[str], local: Callable[..., Setup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     from quire.evaluation.latency_bench import settings_of
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     latencies.kept_folder().mkdir(parents=True)
-    model = local()
-    kept = latency(**settings_of(model.model_id, model.config))
+    plan = local().replicas[0].plan
+    kept = latency(**settings_of(plan.model_id, plan.config))
     kept.write(latencies.kept_folder() / "kept.json")
     place = words.index("--latency")
     without = words[:place] + words[place + 2 :]

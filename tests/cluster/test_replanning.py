@@ -252,8 +252,8 @@ def test_the_command_simulates_what_it_finds_and_what_there_is(tmp_path: Path, m
         "cache.memory": "4MiB", "scheduler.max_running": 16, "scheduler.token_budget": 128,
         "attention.backend": "reference",
     }  # fmt: skip
-    found = LocalModel(str(model), EngineConfig.from_options({**options, "runtime.threads": 1}), unused)
-    about = settings_of(found.model_id, found.config)
+    found, config = LocalModel(str(model), unused), EngineConfig.from_options({**options, "runtime.threads": 1})
+    about = settings_of(found.model_id, found.resolved(config)[0])
     keep(LatencyModel(about, {"base": 0.02, "rows_from_1": 2e-4}, (1,), {}, {}), kept_folder())
     command = SearchCommand(str(model), options, None, machines, {"slo.ttft": 1.0, "slo.tpot": 0.1}, seconds=20.0)
     workload = workload_of([AnsweredRequest(0.2 * number, (), 100 + number, 10, 0) for number in range(60)])

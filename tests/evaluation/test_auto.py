@@ -176,8 +176,8 @@ def known(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     kept.mkdir(parents=True)
     for codec, base in (("dense", 0.012), ("g4", 0.006)):
         own = {**options, "cache.memory": "4MiB", "cache.codec": codec}
-        local = LocalModel(model, EngineConfig.from_options(own), lambda *_: latency(1.0))
-        about = speed_settings(local.model_id, local.config)
+        local = LocalModel(model, lambda *_: latency(1.0))
+        about = speed_settings(local.model_id, local.resolved(EngineConfig.from_options(own))[0])
         latency(base, 1e-7, 5e-5, **about).write(kept / f"{codec}.json")
     quality = Quality(model, EngineConfig.from_options(options), space, Text("text.txt", TEXT))
     for name, losses in (("default", (2.0, 2.1)), ("g4", (2.001, 2.1012))):
@@ -310,7 +310,8 @@ def test_a_disk_that_is_allowed_is_tried_with_its_measured_speed(words: list[str
     settings = next(each for each in planner.space.settings() if planner.space.name(each) == "disk")
     planner.measure_latencies([settings], 0.0)
     trial = Trial(planner._made(settings, 1.0), 5.0)
-    (tier,) = planner.maker(trial.point).setup().replicas[0].tiers
+    maker, candidate = planner.candidate(trial.point)
+    (tier,) = maker.setup(candidate).replicas[0].tiers
     assert (tier.name, tier.cap) == ("disk", 64 << 20) and tier.link.bytes_per_second != LINKS["disk"].bytes_per_second
     (found,) = planner.evaluate([trial], Rung(20, 0.3, 1), math.inf)
     assert found is not None and found.rate > 0 and trial.point.cost > 1

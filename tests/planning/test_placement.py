@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.planning.candidates import Candidate, Needs, Option, Pair, Role, candidates
 from quire.planning.cluster_file import ClusterSpec, Network, Nodes
+from quire.planning.divisions import Division, Needs, Option, Pair, Role, divisions
 from quire.planning.goodput import Goodput, Verdict
 from quire.planning.packing import fit, mix
 from quire.planning.placement import (
@@ -83,7 +83,7 @@ def test_the_toy_takes_three_replicas_of_tp_2() -> None:
     assert reasons(placement, Why.SLOWER)["mixed tp 4 pp 1"] == (
         "2.25 requests/s per GPU: 10.0% less than mixed tp 2 pp 1, which has 2.5"
     )
-    others = candidates(gpus(2, 4), SMALL.num_layers, Role.MIXED)
+    others = divisions(gpus(2, 4), SMALL.num_layers, Role.MIXED)
     assert len(placement.rejected) == len(others) - 1
     assert set(reasons(placement, Why.MISSES)) == {str(each) for each in others} - set(TOY)
 
@@ -126,8 +126,8 @@ def test_a_whole_cluster_balances_replicas() -> None:
     assert mix(gpus(1, 1), *_ones(5.6, 10.0)) == (0.0, 0, 0)
 
 
-def _ones(prefill: float, decode: float) -> tuple[Candidate, float, Candidate, float]:
-    return Candidate(Role.PREFILL), prefill, Candidate(Role.DECODE), decode
+def _ones(prefill: float, decode: float) -> tuple[Division, float, Division, float]:
+    return Division(Role.PREFILL), prefill, Division(Role.DECODE), decode
 
 
 # Candidates and their memory.
@@ -316,7 +316,7 @@ def test_a_pruned_search_takes_exactly_what_an_exhaustive_one_takes(algorithm: s
 def test_one_rate_rules_out_most_options_of_a_large_cluster(seed: int) -> None:
     random, names = np.random.default_rng(seed), list[tuple[str, str]]()
     needs = dataclasses.replace(SMALL, num_layers=40)
-    options = [each for role in (Role.PREFILL, Role.DECODE) for each in candidates(gpus(4, 8), 40, role)]
+    options = [each for role in (Role.PREFILL, Role.DECODE) for each in divisions(gpus(4, 8), 40, role)]
     per_gpu: dict[Option, float] = {each: (1 + 0.3 * random.random()) * each.num_slots**-0.1 for each in options}
     bounds: dict[Option, float] = {each: per_gpu[each] * (1 + 0.8 * random.random()) for each in options}
 
@@ -393,7 +393,7 @@ def test_a_whole_cluster_skips_what_cannot_serve_more_with_the_best_partner() ->
     needs = dataclasses.replace(SMALL, num_layers=1)
     bounds = {1: 6.0, 2: 4.0, 3: 4.0, 4: 4.0}
     placement = place_apart(Search(gpus(1, 4), needs, goodput_of, bound_of=lambda option: bounds[option.num_slots]))
-    assert tried == [Candidate(Role.PREFILL), Candidate(Role.DECODE)] and placement.predicted.rate == 10.0
+    assert tried == [Division(Role.PREFILL), Division(Role.DECODE)] and placement.predicted.rate == 10.0
     assert reasons(placement, Why.BOUND)["prefill tp 2 pp 1"] == (
         "the cluster serves at most 8.889 requests/s with it, but 10 with 2 x prefill tp 1 pp 1, 2 x decode tp 1 pp 1"
     )
@@ -457,7 +457,7 @@ def test_a_budget_is_shared_by_the_roles_and_the_rest_is_said_to_be_untried(
     assert clock.now == 1000 + 10 * num_tried
     assert len(untried(placement)) == 16 - num_tried
     assert [at[:2] for at in done] == [(number, 16) for number in range(1, 17)]
-    assert {option for _, _, option in done[:2]} == {Candidate(Role.PREFILL), Candidate(Role.DECODE)}
+    assert {option for _, _, option in done[:2]} == {Division(Role.PREFILL), Division(Role.DECODE)}
     assert untried(placement) == tuple(option for *_, option in done[num_tried:])
     said = [warning for warning in placement.warnings if "not tried" in warning]
     assert said == ([f"{16 - num_tried} of 16 options were not tried: the time was over"] if num_tried < 16 else [])
@@ -465,7 +465,7 @@ def test_a_budget_is_shared_by_the_roles_and_the_rest_is_said_to_be_untried(
 
 
 def test_rough_trials_are_told_too_and_count_as_half_of_the_work() -> None:
-    from quire.cli.plan_placement import _tell
+    from quire.evaluation.placements import _tell
 
     shown, rough = list[tuple[int, int]](), roughly(lambda option: 2.0 * option.num_slots, 0.1)
     tell = partial(_tell, lambda *at: shown.append(at))
@@ -488,7 +488,7 @@ def test_a_rate_beyond_the_cluster_is_planned_and_said_not_to_fit() -> None:
     assert placement.predicted.cost == 6 and not placement.predicted.fits
     assert "takes 6 GPUs, for which the cluster's 1 x 4 GPUs have no room" in placement.warnings[0]
     # 6 of 8 GPUs, but two stages of 3 do not fit into machines of 4 beside each other.
-    assert fit(gpus(2, 4), {Candidate(Role.MIXED, 3): 2}) and not fit(gpus(1, 8), {Candidate(Role.MIXED, 3): 3})
+    assert fit(gpus(2, 4), {Division(Role.MIXED, 3): 2}) and not fit(gpus(1, 8), {Division(Role.MIXED, 3): 3})
 
 
 def test_without_any_goodput_the_error_says_what_the_best_option_lacks() -> None:
@@ -517,7 +517,7 @@ def test_a_role_without_a_goodput_ends_the_search_of_the_other() -> None:
 
     def goodput_of(option: Option) -> Goodput:
         tried.append(option)
-        return Goodput(float(isinstance(option, Candidate) and option.role is Role.PREFILL), 0.5)
+        return Goodput(float(isinstance(option, Division) and option.role is Role.PREFILL), 0.5)
 
     needs = dataclasses.replace(SMALL, num_layers=1)
     with pytest.raises(PlacementError, match="no option meets the latency targets; the best is decode"):

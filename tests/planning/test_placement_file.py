@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError
-from quire.planning.candidates import Role
+from quire.planning.divisions import Role
 from quire.planning.placement import Search, place_apart
 from quire.planning.placement_file import Instances, Placement, read_placement
 from tests.planning.test_placement import MOTIVATION, SMALL, gpus, rates

@@ -8,8 +8,7 @@ from quire.config import ClusterConfig, EngineConfig
 from quire.planning.analytic import MODELS
 from quire.planning.devices import DEVICES
 from quire.planning.latency import Link
-from quire.simulation.hardware import Division, Target, shape_of
-from quire.simulation.setup import Setup
+from quire.simulation.hardware import Target, shape_of
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "llama-3-8b"])
@@ -20,9 +19,9 @@ def test_a_model_in_numbers_has_their_parameters(name: str) -> None:
 @pytest.mark.parametrize(("name", "device", "tp"), [("llama-2-7b", "a100-80g", 1), ("opt-175b", "h200", 8)])
 def test_a_flat_cache_holds_as_many_tokens_as_the_memory(name: str, device: str, tp: int) -> None:
     """The second one's cache is larger than page ids reach, so that one byte stands for several."""
-    target = Target(name, DEVICES[device], EngineConfig())
-    setup: Setup = target.setup([Division("mixed", EngineConfig(), 1, tp)], ClusterConfig(), alone=True)
-    sizes, model = setup.replicas[0].plan.sizes, target.latency(tp, 1)
+    target, config = Target(name, DEVICES[device]), EngineConfig()
+    setup = target.setup(target.candidate(config, ClusterConfig(), tp))
+    sizes, model = setup.replicas[0].plan.sizes, target.latency(config, tp, 1)
     assert setup.replicas[0].plan.shape.num_layers == 1
     assert sizes.tokens == pytest.approx(model.cache_tokens, rel=0.01)
     seconds = setup.ways.bulk.seconds(sizes.bytes_per_token * 1000)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.cli.simulation_common import result_of
 from quire.planning.latency import LatencyModel, Origin, StepWork
 from quire.planning.queueing import waits
 from quire.planning.slo import Slo
@@ -51,7 +50,8 @@ def test_what_few_requests_clearly_miss_is_not_simulated_with_more() -> None:
         def run(rate: float, seed: int) -> Any:
             runs.append((kind, rate, seed))
             num_met = round(100 * share_of(rate, seed))
-            return SimpleNamespace(outcome=lambda: outcome([0.1] * num_met + [0.9] * (100 - num_met), [0.01] * 100))
+            found = outcome([0.1] * num_met + [0.9] * (100 - num_met), [0.01] * 100)
+            return SimpleNamespace(count=100, outcome=lambda progress: found)
 
         return run
 
@@ -85,7 +85,7 @@ def test_the_time_before_the_first_request_is_nobody_s() -> None:
     late = dataclasses.replace(late, seconds=3700.0)
     for each in (found, late):
         assert each.utilisation() == {"mixed-0": 0.25} and each.duration == 100.0 and each.offered == 1.0
-        said = result_of(1.0, each, Slo(1.0), "fitted")
+        said = each.facts(1.0, Slo(1.0), "fitted")
         assert said["seconds"] == 100.0 and said["tokens_per_second"] == pytest.approx(51 * 11 / 50.2)
 
 
@@ -116,7 +116,7 @@ def test_shares_are_those_of_stages_that_are_known() -> None:
 
 def test_tokens_per_second_are_those_of_answers() -> None:
     found = outcome([0.1, np.inf, 0.1], [0.01, np.inf, 0.01])
-    assert result_of(1.0, found, Slo(), "fitted")["tokens_per_second"] == pytest.approx(2 * 11 / 2.2)
+    assert found.facts(1.0, Slo(), "fitted")["tokens_per_second"] == pytest.approx(2 * 11 / 2.2)
 
 
 def served(times: list[float], seconds: float, stages: int = 1) -> dict[str, np.ndarray]:

@@ -15,22 +15,22 @@ from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.load import Load, Run, noted
 from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun, arriving, prompts_of
 from quire.simulation.search import Joint
-from quire.simulation.setup import LocalModel
+from quire.simulation.setup import Setup
 from tests.cli.test_simulate import folder as folder
 from tests.cli.test_simulate import local as local
 from tests.cli.test_simulate import made_workload
 
 
 @pytest.mark.parametrize("rate", [1.0, 4.0])
-def test_conversations_arrive_at_the_rate_that_is_asked_for(rate: float, local: Callable[..., LocalModel]) -> None:
+def test_conversations_arrive_at_the_rate_that_is_asked_for(rate: float, local: Callable[..., Setup]) -> None:
     """Of five turns with pauses of 3 s, in an engine, in a cluster, and in each phase by itself."""
     turns = [
         Arrival(2.0 * (index // 5), (Span(index, 20),), 4, index - 1 if index % 5 else -1, 3.0 * (index % 5 > 0))
         for index in range(200)
     ]
     workload = Workload("chat", turns)
-    load, setup = Load(workload, 60, fit(workload)), local().setup(ClusterConfig())
-    apart = local().setup(ClusterConfig(prefill=1, decode=1))
+    load, setup = Load(workload, 60, fit(workload)), local()
+    apart = local(ClusterConfig(prefill=1, decode=1))
     first, second = apart.replicas
     prompts, decoding = PromptRun(first, apart.ways, load, 0.01, rate, 0), DecodeRun(second, apart.ways, load, rate, 0)
     runs = [Run(setup, load, rate), Run(apart, load, rate), prompts, decoding, PairRun(prompts, decoding)]
@@ -58,8 +58,8 @@ def test_few_requests_for_a_loose_target_are_a_doubt() -> None:
     assert "conversations pause so long" in told
 
 
-def test_a_pair_as_a_tandem_is_like_a_cluster(local: Callable[..., LocalModel]) -> None:
-    setup, load = local().setup(ClusterConfig(prefill=1, decode=1)), Load(made_workload(60), 60)
+def test_a_pair_as_a_tandem_is_like_a_cluster(local: Callable[..., Setup]) -> None:
+    setup, load = local(ClusterConfig(prefill=1, decode=1)), Load(made_workload(60), 60)
     first, second = setup.replicas
     tandem = PairRun(
         PromptRun(first, setup.ways, load, 0.01, 10.0, 0), DecodeRun(second, setup.ways, load, 10.0, 0)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from quire.planning.candidates import Candidate, Role
+from quire.planning.divisions import Division, Role
 from quire.planning.latency import StepWork
 from quire.planning.slo import Slo
 from quire.planning.workload import Arrival, Span, Workload
@@ -33,19 +33,18 @@ def poisson_load(count: int) -> Load:
 
 def test_a_simulated_instance_for_prompts_is_a_queue_where_it_computes_one_at_a_time() -> None:
     made = planner(Slo(1.0, 0.05, 0.9))
-    option = Candidate(Role.PREFILL)
-    replicas, ways = made.maker.replicas(option), made.maker.ways(option)
-    alone = queue_check(replicas, ways, poisson_load(400), 0.0, 0.1, 0)
+    setup = made.model.setup_of(Division(Role.PREFILL))
+    alone = queue_check(setup, poisson_load(400), 0.0, 0.1, 0)
     assert alone.simulated == pytest.approx(alone.one_by_one, rel=0.01)
     assert alone.one_by_one == pytest.approx(alone.closed, rel=0.02)
-    busy = queue_check(replicas, ways, poisson_load(2000), 0.0, 4.0, 0)
+    busy = queue_check(setup, poisson_load(2000), 0.0, 4.0, 0)
     assert busy.one_by_one == pytest.approx(busy.closed, rel=0.1) and busy.closed > 1.2 * alone.closed
-    assert queue_check(replicas, ways, poisson_load(50), 0.0, 1e3, 0).closed == math.inf
+    assert queue_check(setup, poisson_load(50), 0.0, 1e3, 0).closed == math.inf
 
 
 def test_a_prompt_alone_takes_its_slices() -> None:
     model, made = latency(1), planner(Slo(1.0, 0.05, 0.9), **{"scheduler.token_budget": 128})
-    plan = dataclasses.replace(made.maker.replicas(Candidate(Role.PREFILL)).plan, latency=model)
+    plan = dataclasses.replace(made.model.setup_of(Division(Role.PREFILL)).replicas[0].plan, latency=model)
     busy, until = prompt_seconds(plan, 64, 264)
     slices = (StepWork(128, 128 * (64 + 192) / 2, num_prompts=1), StepWork(72, 72 * (192 + 264) / 2, num_prompts=1))
     assert busy == until == pytest.approx(sum(map(model.seconds, slices)))

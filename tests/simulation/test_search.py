@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.planning.candidates import Candidate, Option, Pair, Role
+from quire.planning.divisions import Division, Option, Pair, Role
 from quire.planning.goodput import Verdict
 from quire.planning.placement import PlacementError
 from quire.planning.placement_file import Instances, Placement, Predicted
@@ -18,8 +18,8 @@ from quire.planning.slo import Slo
 from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation import phases
 from quire.simulation.load import Load, Run
-from quire.simulation.phases import DecodeRun, MixedRun, PromptRun
-from quire.simulation.search import Joint, Planner
+from quire.simulation.phases import DecodeRun, PromptRun, part_of
+from quire.simulation.search import Joint, OptionTrials
 from quire.simulation.setup import Setup
 from tests.cli.test_plan_placement import _quick as _quick
 from tests.cli.test_plan_placement import made_workload, planner
@@ -54,14 +54,14 @@ def test_a_recording_that_tells_nothing_of_a_rate_is_not_compared(kind: str) -> 
     assert found.replayed(placement, 12.0, 0) == []
 
 
-@pytest.mark.parametrize("option", [Candidate(Role.PREFILL), Candidate(Role.PREFILL, 2), Candidate(Role.PREFILL, 1, 2)])
+@pytest.mark.parametrize("option", [Division(Role.PREFILL), Division(Role.PREFILL, 2), Division(Role.PREFILL, 1, 2)])
 def test_prompts_whose_steps_are_skipped_take_as_long_as_an_engine_s(
-    option: Candidate, monkeypatch: pytest.MonkeyPatch
+    option: Division, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = planner(Slo(0.4, 0.04, 0.9), 120)
-    replicas, ways = made.maker.replicas(option), made.maker.ways(option)
+    setup = made.model.setup_of(option)
     for rate in (2.0, 8.0, 20.0):
-        run, drawn = PromptRun(replicas, ways, made.load, 0.01, rate, 0), made.load.drawn(rate, 0)
+        run, drawn = PromptRun(setup.replicas[0], setup.ways, made.load, 0.01, rate, 0), made.load.drawn(rate, 0)
         skipped = run.of(drawn)
         with monkeypatch.context() as patch:
             patch.setattr(phases, "may_skip", lambda replicas: False)
@@ -72,7 +72,7 @@ def test_prompts_whose_steps_are_skipped_take_as_long_as_an_engine_s(
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.MIXED])
 def test_an_option_serves_what_its_goodput_says(role: Role) -> None:
-    found, option = planner(Slo(0.4, 0.04, 0.9), 60), Candidate(role)
+    found, option = planner(Slo(0.4, 0.04, 0.9), 60), Division(role)
     goodput = found.goodput_of(option)
     assert goodput.verdict is Verdict.FOUND
     assert found.serves(option, 0.9 * goodput.rate) and not found.serves(option, 1.3 * goodput.rate)
@@ -83,8 +83,8 @@ def test_an_option_serves_what_its_goodput_says(role: Role) -> None:
 
 
 OPTIONS_OF_GPUS: list[Option] = [
-    Candidate(Role.PREFILL), Candidate(Role.DECODE), Candidate(Role.MIXED),
-    Pair(Candidate(Role.PREFILL), Candidate(Role.DECODE)),
+    Division(Role.PREFILL), Division(Role.DECODE), Division(Role.MIXED),
+    Pair(Division(Role.PREFILL), Division(Role.DECODE)),
 ]  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def test_the_rates_searched_for_an_option_straddle_the_target(option: Option) ->
 def test_only_its_own_target_counts_for_a_phase() -> None:
     """Without a target that it can miss, a phase is limited by its bound alone."""
     free = planner(Slo(math.inf, 0.03, 0.9), 12)
-    prefill, decode = Candidate(Role.PREFILL), Candidate(Role.DECODE)
+    prefill, decode = Division(Role.PREFILL), Division(Role.DECODE)
     assert free.goodput_of(prefill).verdict is Verdict.UNBOUNDED
     strict = planner(Slo(1e-4, 0.03, 0.9), 12)
     assert strict.goodput_of(prefill).verdict is Verdict.INFEASIBLE and strict.bound_of(prefill) == 0.0
@@ -112,7 +112,7 @@ def test_only_its_own_target_counts_for_a_phase() -> None:
 
 def test_a_slow_network_costs_time_per_token() -> None:
     fast, slow = planner(Slo(1.0, 0.03)), planner(Slo(1.0, 0.03), between=200_000_000)
-    decode, pair = Candidate(Role.DECODE), Pair(Candidate(Role.PREFILL), Candidate(Role.DECODE))
+    decode, pair = Division(Role.DECODE), Pair(Division(Role.PREFILL), Division(Role.DECODE))
     near, far = (each._simulation(decode, each.load)(2.0, 0).outcome() for each in (fast, slow))
     assert far.tpot.mean() > 1.5 * near.tpot.mean()
     near, far = (each._simulation(pair, each.load)(2.0, 0).outcome() for each in (fast, slow))
@@ -123,9 +123,9 @@ def test_a_slow_network_costs_time_per_token() -> None:
 def test_a_link_bounds_the_rate_of_instances_that_send_caches_and_of_those_that_get_them(role: Role) -> None:
     """154 tokens of 0.8 MB are on average 0.63 s on a link of 200 MB/s, however loose the target."""
     made = planner(Slo(math.inf, 10.0, 0.9), between=200_000_000)
-    option = Candidate(role)
+    option = Division(role)
     mean = float(made.asked.rows[made.asked.tokens > 0].sum()) / len(made.asked.rows)
-    bytes_per_token = made.maker.replicas(option).plan.sizes.bytes_per_token
+    bytes_per_token = made.model.setup_of(option).replicas[0].plan.sizes.bytes_per_token
     assert made.bound_of(option) == pytest.approx(2e8 / (mean * bytes_per_token), rel=0.01)
     assert planner(Slo(math.inf, 10.0, 0.9)).bound_of(option) > 5 * made.bound_of(option)
 
@@ -133,7 +133,7 @@ def test_a_link_bounds_the_rate_of_instances_that_send_caches_and_of_those_that_
 def test_caches_wait_for_those_before_them() -> None:
     """24 caches of 0.6 s each, at twice the rate that a link can bring: each waits 0.3 s longer than the one before."""
     made = planner(Slo(math.inf, 10.0, 0.9), between=200_000_000)
-    decode = Candidate(Role.DECODE)
+    decode = Division(Role.DECODE)
     slow, fast = (
         made._simulation(decode, made.load)(share * made.bound_of(decode), 0).outcome() for share in (0.02, 2.0)
     )
@@ -144,7 +144,7 @@ def test_caches_wait_for_those_before_them() -> None:
 def test_runs_last_long_enough_for_a_queue_that_grows_to_show() -> None:
     """Forty requests arrive within 4 s, and each may wait for 0.5 s: a tenth more than the instance serves would do."""
     slo = Slo(0.5, 0.03, 0.9)
-    made, option = planner(slo, 40), Candidate(Role.MIXED, 1, 1)
+    made, option = planner(slo, 40), Division(Role.MIXED, 1, 1)
     mean_out = float(made.load.workload.columns.num_out.mean())
     assert made.load.lasting(10.0, slo).count == math.ceil(10 * 0.5 / (0.9 * 0.05))
     assert made.load.lasting(10.0, Slo(tpot=0.2)).count == math.ceil(10 * 0.2 * mean_out / (0.9 * 0.05))
@@ -153,7 +153,7 @@ def test_runs_last_long_enough_for_a_queue_that_grows_to_show() -> None:
     found = made.goodput_of(option)
     assert found.rate > 0 and not found.notes
     longer = dataclasses.replace(made.load, count=1000)
-    run = MixedRun(made.maker.replicas(option), made.maker.ways(option), longer, found.rate, 77)
+    run = part_of(made.model.setup_of(option), longer, 0.0, found.rate, 77)
     assert run.outcome().attainment(slo) >= 0.85
 
 
@@ -162,7 +162,7 @@ def test_only_what_the_receiver_lacks_is_sent() -> None:
     prompts = [(Span(1, 256), Span(2, 44)), (Span(1, 256), Span(3, 44))]
     workload = Workload("alike", [Arrival(10.0 * index, prompt, 5) for index, prompt in enumerate(prompts)])
     made = planner(Slo(), between=200_000_000, workload=workload)
-    run = made._simulation(Candidate(Role.DECODE), made.load)(0.1, 0)
+    run = made._simulation(Division(Role.DECODE), made.load)(0.1, 0)
     assert isinstance(run, DecodeRun)
     found = run.of(workload)
     first, second = (found.last - found.first).tolist()
@@ -177,7 +177,7 @@ def test_answers_of_one_token_need_nobody_who_decodes(option: Option) -> None:
         PlacementError, match="every answer has one token: nothing decodes; plan with --algorithm mixed"
     ):
         made.goodput_of(option)
-    assert made.goodput_of(Candidate(Role.MIXED)).rate > 0
+    assert made.goodput_of(Division(Role.MIXED)).rate > 0
 
 
 def test_every_instance_of_a_placement_gets_as_many_requests_as_alone() -> None:
@@ -194,9 +194,9 @@ def test_tiers_of_instances_that_decode_are_a_doubt(tmp_path: Path) -> None:
     assert planner(Slo()).warned(placement).warnings == ("one",)
 
 
-def setup_of_three(planned: Planner, **fields: Any) -> Setup:
+def setup_of_three(planned: OptionTrials, **fields: Any) -> Setup:
     placement = Placement((Instances("mixed", 3),), Predicted(3.0, 3.0, "GPU", 1.0, 0.9))
-    return dataclasses.replace(planned.maker.setup(placement), **fields)
+    return dataclasses.replace(planned.model.setup(placement), **fields)
 
 
 def test_a_whole_setup_is_simulated_with_its_routing() -> None:

@@ -11,17 +11,17 @@ from quire.planning.latency import Link
 from quire.planning.placement_file import Instances, Placement, Predicted
 from quire.simulation.cluster import SimulatedCluster
 from quire.simulation.events import Events
-from quire.simulation.setup import LINKS, LocalModel, Ways, tiers_of
+from quire.simulation.setup import LINKS, Setup, Ways, tiers_of
 from tests.cli.test_simulate import folder as folder
 from tests.cli.test_simulate import four_cores as four_cores
 from tests.cli.test_simulate import local as local
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_instances_share_cores_and_memory_as_a_server_s(local: Callable[..., LocalModel]) -> None:
-    model = local(**{"cache.memory": "auto"})
-    alone = model.setup(ClusterConfig()).replicas[0].config
-    apart = model.setup(ClusterConfig(prefill=1, decode=2)).replicas
+def test_instances_share_cores_and_memory_as_a_server_s(local: Callable[..., Setup]) -> None:
+    automatic = {"cache.memory": "auto"}
+    alone = local(**automatic).replicas[0].config
+    apart = local(ClusterConfig(prefill=1, decode=2), **automatic).replicas
     assert alone.runtime.threads == 4
     threads = [each.config.runtime.threads for each in apart for _ in range(each.count)]
     assert sorted(map(int, threads)) == [1, 1, 2]
@@ -30,20 +30,20 @@ def test_instances_share_cores_and_memory_as_a_server_s(local: Callable[..., Loc
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_a_placement_s_options_count_for_their_role(local: Callable[..., LocalModel]) -> None:
+def test_a_placement_s_options_count_for_their_role(local: Callable[..., Setup]) -> None:
     instances = (
         Instances("prefill", 1, options={"runtime.threads": 3, "scheduler.token_budget": 256}),
         Instances("decode", 1, options={"runtime.threads": 1}),
     )
-    setup = local().setup(ClusterConfig(), Placement(instances, Predicted(1.0, 1.0, "machine", 1.0, 0.9)))
+    setup = local(ClusterConfig(), Placement(instances, Predicted(1.0, 1.0, "machine", 1.0, 0.9)))
     found = {each.role: each.config for each in setup.replicas}
     assert (found["prefill"].runtime.threads, found["decode"].runtime.threads) == (3, 1)
     assert (found["prefill"].scheduler.token_budget, found["decode"].scheduler.token_budget) == (256, 128)
     assert [*setup.places] == ["prefill-0", "decode-0"]
 
 
-def test_a_router_tries_as_often_as_it_is_set_to(local: Callable[..., LocalModel]) -> None:
-    setup = local().setup(ClusterConfig(mixed=2, tries=1))
+def test_a_router_tries_as_often_as_it_is_set_to(local: Callable[..., Setup]) -> None:
+    setup = local(ClusterConfig(mixed=2, tries=1))
     front = setup.front_of(Events())
     assert isinstance(front, SimulatedCluster) and (setup.tries, front.router._tries) == (1, 1)
 

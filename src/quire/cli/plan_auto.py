@@ -103,9 +103,10 @@ def planner_of(args: argparse.Namespace) -> Planner:
     from quire.evaluation.curves import WINDOWS, Text
     from quire.planning.auto import RUNGS
     from quire.planning.space import Space
+    from quire.simulation.load import Load
 
     text = None if args.text is None else Text.read(args.text)
-    load = simulation_common.load_of(args.trace, RUNGS[-1].requests, fitted=True)
+    load = Load.read(args.trace, RUNGS[-1].requests, fitted=True)
     tools = Tools(kept_folder(), text, args.context, args.windows or WINDOWS, args.processes, progress=_teller())
     common = load, slo
     if args.hardware is not None:

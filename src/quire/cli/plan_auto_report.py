@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli import shared, simulation_common
+from quire.cli import shared
 from quire.config import ServeConfig, SloConfig, describe, format_bytes
 from quire.planning.points import Found, Point, Tried, Why, named
+from quire.planning.slo import finite
 
 if TYPE_CHECKING:
     from quire.evaluation.auto import Planner
@@ -117,7 +118,7 @@ def configuration(planner: Planner, found: Found, file: Path, given: Mapping[str
         *remarks(point),
     ]
     head = "".join(f"# {line}".rstrip() + "\n" for line in _wrapped(lines))
-    ttft, tpot = simulation_common.finite(goal.slo.ttft), simulation_common.finite(goal.slo.tpot)
+    ttft, tpot = finite(goal.slo.ttft), finite(goal.slo.tpot)
     slo = SloConfig(ttft=ttft, tpot=tpot, attainment=goal.slo.attainment)
     groups = (
         planner.config_of(point.settings).with_options({"cache.memory": point.room.cache}),
@@ -139,10 +140,10 @@ def facts(planner: Planner, found: Found) -> dict[str, Any]:
     """All results, for JSON."""
     goal, chosen = planner.goal, found.chosen
     return {
-        "workload": simulation_common.facts_of(goal.load),
+        "workload": goal.load.facts(),
         "memory": goal.memory,
         "quality": goal.quality,
-        "slo": simulation_common.slo_facts(goal.slo),
+        "slo": goal.slo.facts(),
         "chosen": _facts_of(planner, chosen),
         "default": None if found.baseline is None else _facts_of(planner, found.baseline),
         "frontier": [_facts_of(planner, each) for each in found.frontier],
@@ -169,7 +170,7 @@ def _facts_of(planner: Planner, each: Tried) -> dict[str, Any]:
             "requests": each.requests, "origin": goodput_origin(each),
         },
         "loss": {
-            "value": loss.value, "error": loss.value_error, "most": simulation_common.finite(loss.most),
+            "value": loss.value, "error": loss.value_error, "most": finite(loss.most),
             "origin": loss.origin, "how": loss.how,
         },
         "memory": {

@@ -24,10 +24,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.arguments import Arguments
 from quire.cli import shared, simulation_common
@@ -39,15 +37,10 @@ from quire.options import parse_bytes
 if TYPE_CHECKING:
     from quire.planning.goodput import Goodput
     from quire.planning.placement_file import Placement
-    from quire.planning.slo import Slo
-    from quire.simulation.load import Load, Workers
-    from quire.simulation.outcome import Outcome
+    from quire.simulation.scenario import Scenario
     from quire.simulation.setup import Setup
 
 REQUESTS = 500
-
-USUAL_RUNS = 20
-"""Approximate number of simulations of a search for the goodput."""
 
 SECTIONS = (*ENGINE_SECTIONS, "cluster", "slo")
 
@@ -85,87 +78,35 @@ def add_arguments(parser: Arguments) -> None:
     add_flags(parser, SECTIONS)
 
 
-@dataclass(frozen=True)
-class SimulationScenario:
-    """A simulation's instances, requests and targets.
-
-    units  number of GPUs or machines
-    cores  cores that all instances share; None: unknown, or no cores
-    """
-
-    setup: Setup
-    load: Load
-    slo: Slo
-    units: float
-    unit: str
-    cores: int | None = None
-
-    @property
-    def origin(self) -> str:
-        """The origin of its latencies."""
-        return simulation_common.origins_of([each.plan.latency for each in self.setup.replicas])
-
-    def goodput_facts(self, found: Goodput) -> dict[str, Any]:
-        """All numbers of a goodput, for JSON."""
-        return {
-            "rate": found.rate,
-            "rate_per_unit": found.rate / self.units,
-            "unit": self.unit,
-            "attainment": found.attainment,
-            "verdict": found.verdict.value,
-            "confirmed": found.confirmed,
-            "target": found.target,
-            "points": [list(point) for point in found.points],
-            "doubts": list(found.doubts),
-            "origin": self.origin,
-        }
-
-    def facts(self) -> dict[str, Any]:
-        """The facts of the scenario, for JSON."""
-        return {
-            "workload": simulation_common.facts_of(self.load),
-            "slo": simulation_common.slo_facts(self.slo),
-            "instances": [
-                {
-                    "role": each.role,
-                    "count": each.count,
-                    "each": each.unit,
-                    "cache_tokens": each.plan.sizes.tokens,
-                    "prompt_rows": each.capacity.prompt_rows,
-                    "batch": each.capacity.batch,
-                    "latency": each.plan.latency.origin.value,
-                }
-                for each in self.setup.replicas
-            ],
-        }
-
-
 def run(args: argparse.Namespace) -> int:
     """Simulates, and prints the results."""
     if args.plot is not None:
         shared.check_plot(args.plot)
     scenario = _scenario(args)
-    warnings = list(_warnings(scenario))
+    from quire.simulation.load import pool_of
+
+    warnings = scenario.warnings()
     if not args.json:
         simulation_common.print_load(scenario.load)
         simulation_common.print_setup(scenario.setup)
         for warning in warnings:
             print(warning)
     found = None
-    with simulation_common.workers_of(args.processes) as workers:
-        outcomes = _simulate(args, scenario, workers)
+    rates = [args.rate] if args.rate else args.rates or ([] if args.goodput else [None])
+    with pool_of(args.processes) as pool:
+        with shared.progress("requests") as progress:
+            outcomes = scenario.outcomes(rates, args.seed, pool, progress)
         if args.goodput:
-            found, outcome = _goodput(args.seed, scenario, workers)
-            outcomes.setdefault(found.rate or min(point.rate for point in found.points), outcome)
+            with shared.progress("simulations") as progress:
+                found, rate, outcome = scenario.goodput(args.seed, pool, progress)
+            outcomes.setdefault(rate, outcome)
     outcomes = dict(sorted(outcomes.items()))
     if args.plot is not None:
         from quire.evaluation.simulation_plot import save_simulation
 
         title = f"{args.model}, {scenario.load.workload.name}, {scenario.origin} latencies"
         save_simulation(args.plot, outcomes, scenario.slo, title, found)
-    results = [
-        simulation_common.result_of(rate, each, scenario.slo, scenario.origin) for rate, each in outcomes.items()
-    ]
+    results = [each.facts(rate, scenario.slo, scenario.origin) for rate, each in outcomes.items()]
     if args.json:
         facts = {"model": args.model, **scenario.facts(), "seed": args.seed, "rates": results, "warnings": warnings}
         facts |= {} if found is None else {"goodput": scenario.goodput_facts(found)}
@@ -177,8 +118,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _scenario(args: argparse.Namespace) -> SimulationScenario:
+def _scenario(args: argparse.Namespace) -> Scenario:
     """The scenario of the command line. Raises ConfigError."""
+    from quire.simulation.load import Load
+    from quire.simulation.scenario import Scenario
+
     slo = simulation_common.slo_of(args)
     if args.goodput:
         simulation_common.check_targets(slo, "--goodput")
@@ -189,13 +133,13 @@ def _scenario(args: argparse.Namespace) -> SimulationScenario:
         from quire.planning.placement_file import read_placement
 
         placement = read_placement(settings.placement_file)
-    load = simulation_common.load_of(args.trace, args.requests, fitted=args.fit or args.goodput)
+    load = Load.read(args.trace, args.requests, fitted=args.fit or args.goodput)
     if args.hardware is not None:
         setup, num_gpus = _on_hardware(args, settings, placement)
-        return SimulationScenario(setup, load, slo, num_gpus, "GPU")
+        return Scenario(setup, load, slo, num_gpus, "GPU")
     cores = len(os.sched_getaffinity(0)) if placement is None and settings.address is None else None
     machines = 1.0 if placement is None or placement.gpus is not None else placement.predicted.cost
-    return SimulationScenario(_here(args, settings, placement), load, slo, machines, "machine", cores)
+    return Scenario(_here(args, settings, placement), load, slo, machines, "machine", cores)
 
 
 def _here(args: argparse.Namespace, settings: ClusterConfig, placement: Placement | None) -> Setup:
@@ -209,95 +153,36 @@ def _here(args: argparse.Namespace, settings: ClusterConfig, placement: Placemen
     if args.model.lower() in MODELS and not Path(args.model).exists():
         raise ConfigError(f"{args.model} is a model in numbers, without weights; name GPUs for it with --hardware")
     files = LatencyFiles(args.latency, args.model)
-    return LocalModel(args.model, EngineConfig.from_flags(args), files.of).setup(settings, placement)
+    model = LocalModel(args.model, files.of)
+    return model.setup(model.candidate(EngineConfig.from_flags(args), settings, placement))
 
 
 def _on_hardware(args: argparse.Namespace, settings: ClusterConfig, placement: Placement | None) -> tuple[Setup, int]:
     """Instances with modelled latencies, and the number of their GPUs."""
     from quire.planning.devices import device_named
-    from quire.planning.latency import Link
-    from quire.simulation.hardware import Division, Target
-    from quire.simulation.setup import HOP_SECONDS, ROLES
+    from quire.simulation.candidate import Candidate, InstanceGroup
+    from quire.simulation.hardware import Target
 
     if args.latency:
         raise ConfigError("--latency is measured and --hardware is modelled; give one of them")
-    config, tp, pp = EngineConfig.from_flags(args), args.tp or 1, args.pp or 1
-    device = device_named(args.hardware)
-    target = Target(args.model, device, config)
-    if placement is not None and placement.gpus is not None and placement.gpus.device.lower() == device.name:
-        target = Target.on(placement.gpus, args.model, config)
-    if placement is not None:
-        if args.tp or args.pp:
-            raise ConfigError("the placement says how instances are divided; leave --parallel.tp and --parallel.pp out")
-        divisions = [
-            Division(each.role, config.with_options(each.options), each.count, each.tp, each.pp)
-            for each in placement.instances
-        ]
-    else:
-        counts = {role: getattr(settings, role) for role in ROLES}
-        divisions = [Division(role, config, count, tp, pp) for role, count in counts.items() if count]
-    is_alone = not divisions
-    divisions = divisions or [Division("mixed", config, 1, tp, pp)]
-    bulk = None if args.network is None else Link(HOP_SECONDS, float(parse_bytes(args.network)))
-    in_pairs = settings.placement == "pairs" if placement is None else placement.in_pairs
-    setup = target.setup(divisions, settings, bulk, alone=is_alone, in_pairs=in_pairs)
-    return setup, sum(each.count * each.tp * each.pp for each in divisions)
+    config, device = EngineConfig.from_flags(args), device_named(args.hardware)
+    target, between = Target(args.model, device), None if args.network is None else parse_bytes(args.network)
+    if placement is None:
+        candidate = target.candidate(config, settings, args.tp or 1, args.pp or 1, between)
+        return target.setup(candidate), candidate.num_gpus
+    if args.tp or args.pp:
+        raise ConfigError("the placement says how instances are divided; leave --parallel.tp and --parallel.pp out")
+    if placement.gpus is not None and placement.gpus.device.lower() == device.name:
+        target = Target.on(placement.gpus, args.model)
+    groups = tuple(
+        InstanceGroup(each.role, config.with_options(each.options), each.count, each.tp, each.pp)
+        for each in placement.instances
+    )
+    candidate = Candidate(groups, settings, between=between, in_pairs=placement.in_pairs)
+    return target.setup(candidate), candidate.num_gpus
 
 
-def _simulate(args: argparse.Namespace, scenario: SimulationScenario, workers: Workers | None) -> dict[float, Outcome]:
-    """The outcomes by rate."""
-    from quire.simulation.load import Run, run_many
-
-    rates: list[float | None] = [args.rate] if args.rate else list(args.rates or ([] if args.goodput else [None]))
-    rates = list(dict.fromkeys(rates))
-    runs = [Run(scenario.setup, scenario.load, rate, args.seed) for rate in rates]
-    with shared.progress("requests") as progress:
-        found = run_many(runs, progress=progress) if workers is None else workers.run(runs, progress)
-    own = scenario.load.workload.rate
-    return {own if rate is None else rate: each for rate, each in zip(rates, found, strict=True)}
-
-
-def _goodput(seed: int, scenario: SimulationScenario, workers: Workers | None) -> tuple[Goodput, Outcome]:
-    """The goodput, and the outcome at this rate, or at the lowest tried rate if there is no goodput."""
-    from quire.simulation.load import Attains, Run, ceiling_of, find_goodput
-    from quire.simulation.search import Joint
-
-    done = 0
-    with shared.progress("simulations") as progress:
-
-        def on_run(rate: float, seed: int, outcome: Outcome) -> None:
-            nonlocal done
-            done += 1
-            progress(done, max(done, USUAL_RUNS))
-
-        attains = Attains(
-            lambda rate, seed: Joint(scenario.setup, scenario.load, rate, seed),
-            scenario.slo,
-            workers=workers,
-            on_run=on_run,
-        )
-        found = find_goodput(attains, ceiling_of(scenario.setup, scenario.load.workload), seed)
-    rate = found.rate or min(point.rate for point in found.points)
-    return found, Run(scenario.setup, scenario.load, rate, seed + 1).outcome()
-
-
-def _warnings(scenario: SimulationScenario) -> Iterator[str]:
-    """Doubts that neither latencies nor engines report themselves."""
-    workload, setup = scenario.load.workload, scenario.setup
-    count = int((workload.prompt_tokens + workload.columns.num_out > setup.max_context).sum())
-    if count:
-        yield f"{count:,} requests of the trace do not fit into the context of {setup.max_context:,} tokens"
-    threads = sum(each.count * (each.config.runtime.threads or 0) for each in setup.replicas)
-    if scenario.cores is not None and threads > scenario.cores:
-        yield (
-            f"{threads} threads would share the {scenario.cores} cores of this machine; the latencies are those of"
-            " threads with cores of their own"
-        )
-    if scenario.load.fitted is not None and not scenario.load.fitted.accepted:
-        yield "requests that are drawn are not like those of the trace; results with them may differ from it"
-
-
-def _print_goodput(found: Goodput, scenario: SimulationScenario) -> None:
+def _print_goodput(found: Goodput, scenario: Scenario) -> None:
     print(
         f"\ngoodput, from {scenario.origin} latencies and fitted requests: {found.rate:.4g} requests/s,"
         f" {found.rate / scenario.units:.4g} per {scenario.unit}; {found.attainment:.1%} of fresh requests meet both"

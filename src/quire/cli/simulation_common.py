@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
@@ -16,16 +14,9 @@ from quire.errors import ConfigError
 from quire.options import format_number
 
 if TYPE_CHECKING:
-    from quire.planning.latency import Latency
     from quire.planning.slo import Slo
-    from quire.simulation.load import Load, Workers
-    from quire.simulation.outcome import Outcome
+    from quire.simulation.load import Load
     from quire.simulation.setup import Setup
-
-SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Factors by which both latency targets are scaled."""
-
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 NOTED = 0.05
 """Both rates are printed if the rate of a simulation differs from that of its arrivals by more than this share."""
@@ -89,54 +80,6 @@ def check_seed(seed: int) -> None:
         raise ConfigError(f"--seed is {seed}; it must be from 0 to {MOST_SEED}")
 
 
-@contextlib.contextmanager
-def workers_of(processes: int) -> Iterator[Workers | None]:
-    """Processes that simulate; None for a single one, which is this process."""
-    if processes == 1:
-        yield None
-        return
-    from quire.simulation.load import Workers
-
-    with Workers(processes) as workers:
-        yield workers
-
-
-def load_of(file: Path, count: int, *, fitted: bool) -> Load:
-    """The requests of a trace. fitted: drawn from distributions; otherwise its first ones. Raises ConfigError."""
-    from quire.planning.fitted import fit
-    from quire.planning.traces import read_workload
-    from quire.simulation.load import Load
-
-    workload = read_workload(file)
-    if fitted:
-        return Load(workload, count, fit(workload))
-    return Load(workload.first(count), min(count, len(workload.arrivals)))
-
-
-def facts_of(load: Load) -> dict[str, Any]:
-    """Numbers of the requests, for JSON."""
-    workload = load.workload
-    found: dict[str, Any] = {
-        "name": workload.name,
-        "requests": load.count,
-        "rate": finite(workload.rate),
-        "cv": workload.cv,
-        "mean_in": workload.mean_in,
-        "mean_out": workload.mean_out,
-        "shared": workload.shared,
-        "origin": load.origin.value,
-    }
-    if load.fitted is not None:
-        found["fit"] = {
-            "ks_in": load.fitted.ks_in,
-            "ks_out": load.fitted.ks_out,
-            "ks_gaps": load.fitted.ks_gaps,
-            "cv": load.fitted.cv,
-            "accepted": load.fitted.accepted,
-        }
-    return found
-
-
 def print_load(load: Load) -> None:
     """Prints the requests for people."""
     from quire.planning.fitted import ACCEPTED
@@ -156,11 +99,6 @@ def print_load(load: Load) -> None:
             f" distances prompts {fitted.ks_in:.3f}, answers {fitted.ks_out:.3f}, gaps {fitted.ks_gaps:.3f}; {word}:"
             f" both lengths must be below {ACCEPTED:g}"
         )
-
-
-def origins_of(latencies: Sequence[Latency]) -> str:
-    """The origins of latencies, in words."""
-    return " and ".join(sorted({each.origin.value for each in latencies}))
 
 
 def print_setup(setup: Setup) -> None:
@@ -194,54 +132,14 @@ def print_setup(setup: Setup) -> None:
     print("; ".join(told))
 
 
-def times_of(outcome: Outcome) -> dict[str, dict[str, float | None]]:
-    """Mean and quantiles of TTFT and TPOT, in seconds, over the answered requests. None: no answered requests."""
-    import numpy as np
-
-    answered = np.isfinite(outcome.last)
-    found: dict[str, dict[str, float | None]] = {}
-    for name, values in (
-        ("ttft", outcome.ttft[answered]),
-        ("tpot", outcome.tpot[answered & (outcome.num_out > 1)]),
-    ):
-        found[name] = {"mean": float(values.mean()) if len(values) else None}
-        for quantile, share in QUANTILES.items():
-            found[name][quantile] = float(np.quantile(values, share)) if len(values) else None
-    return found
-
-
-def result_of(rate: float, outcome: Outcome, slo: Slo, origin: str) -> dict[str, Any]:
-    """All numbers of a simulation, for JSON."""
-    has_targets = min(slo.ttft, slo.tpot) < math.inf
-    used = outcome.used
-    return {
-        "rate": finite(rate),
-        "requests": len(outcome.arrived),
-        "failed": outcome.num_failed,
-        "attainment": outcome.attainment(slo) if has_targets else None,
-        "attainment_by_scale": {
-            f"{scale:g}": outcome.attainment(slo.scaled(scale)) for scale in (SCALES if has_targets else ())
-        },
-        **times_of(outcome),
-        "offered": finite(outcome.offered),
-        "seconds": outcome.duration,
-        "tokens_per_second": outcome.tokens_per_second,
-        "utilisation": outcome.utilisation(),
-        "hit_rate": outcome.hit_rate,
-        "shares": {name: share for name, share in outcome.shares().items() if math.isfinite(share)},
-        "preemptions": sum(int(str(each.counters.get("preemptions", 0))) for each in used),
-        "steps": sum(each.num_steps for each in used),
-        "steps_outside": sum(each.num_out for each in used),
-        "origin": origin,
-    }
-
-
 def _milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.1f}"
 
 
 def print_results(results: Sequence[Mapping[str, Any]], origin: str) -> None:
     """Prints the results of each rate."""
+    from quire.simulation.outcome import QUANTILES
+
     names = [f"{metric} {which}" for metric in ("TTFT", "TPOT") for which in ("mean", *QUANTILES)]
     rates = ["all at once" if each["rate"] is None else f"{each['rate']:.4g}" for each in results]
     has_targets = results[0]["attainment"] is not None
@@ -279,13 +177,3 @@ def print_results(results: Sequence[Mapping[str, Any]], origin: str) -> None:
             f"doubt: up to {outside:.0%} of the steps are outside what the latency model was measured with, and their"
             " seconds are extrapolated; measure longer with quire bench latency --seconds"
         )
-
-
-def slo_facts(slo: Slo) -> dict[str, float | None]:
-    """The latency targets, for JSON. None: no target."""
-    return {"ttft": finite(slo.ttft), "tpot": finite(slo.tpot), "attainment": slo.attainment}
-
-
-def finite(value: float) -> float | None:
-    """The value for JSON; None for a number that is not finite."""
-    return value if math.isfinite(value) else None

@@ -7,12 +7,11 @@ What is known from earlier plans is not measured again.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,9 +20,9 @@ from typing import cast
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
 from quire.evaluation.curves import WINDOWS, Quality, Text
-from quire.evaluation.trying import Maker, Parts, Trying, fresh_seeds
+from quire.evaluation.trying import Parts, Trying, fresh_seeds
 from quire.planning.auto import RUNGS, NoPlanError, Rung, Search, Trial, is_open
-from quire.planning.bounds import Bound
+from quire.planning.bounds import Bound, joint_bound
 from quire.planning.composed import profile_of
 from quire.planning.curves import BEYOND, NOTHING, Loss
 from quire.planning.fitted import fit
@@ -33,7 +32,8 @@ from quire.planning.points import Found, Left, Point, Room, Why
 from quire.planning.slo import ANYTHING, Slo
 from quire.planning.space import Settings, Space
 from quire.planning.workload import Workload
-from quire.simulation.load import Load, Simulation, Workers, asked_of
+from quire.simulation.candidate import Candidate, Maker, counts_of
+from quire.simulation.load import InProcess, Load, Pool, Simulation, asked_of, pool_of
 
 log = logging.getLogger("quire")
 
@@ -142,7 +142,7 @@ class Planner(ABC):
         self.cluster_of = cache(lambda settings: cluster.with_options(settings.options))
         self._asked = cache(lambda retain: asked_of(self.goal.load.workload, retain, self.window))
         self._ceilings: dict[tuple[Settings, float], float] = {}
-        self._workers: Workers | None = None
+        self._pool: Pool = InProcess()
 
     @abstractmethod
     def fit(self, settings: Settings, share: float = 1.0) -> Fit:
@@ -161,8 +161,8 @@ class Planner(ABC):
         """Measures what was modelled so far, if there is time."""
 
     @abstractmethod
-    def maker(self, point: Point) -> Maker:
-        """What makes the setup of a point."""
+    def candidate(self, point: Point) -> tuple[Maker, Candidate]:
+        """A point's instances, and what makes their setup."""
 
     @abstractmethod
     def memory_text(self, point: Point) -> str:
@@ -205,7 +205,7 @@ class Planner(ABC):
         points = [point for each in wanted if (point := self._point(each, slow)) is not None]
         if not points:
             raise NoPlanError(f"no settings can be tried; {self._deciding()}")
-        with self._pool():
+        with pool_of(self.tools.processes) as self._pool:
             search = Search(
                 self.space, points, self.evaluate, goal.quality, self.made, self.refine, tools.clock, self.end,
                 lambda rung, done, total: tools.progress(f"points with {RUNGS[rung].requests} requests", done, total),
@@ -265,15 +265,6 @@ class Planner(ABC):
                 )
         self.goal = replace(self.goal, load=load)
         return told
-
-    @contextlib.contextmanager
-    def _pool(self) -> Iterator[None]:
-        if self.tools.processes == 1:
-            yield
-            return
-        with Workers(self.tools.processes) as self._workers:
-            yield
-        self._workers = None
 
     def config_of(self, settings: Settings) -> EngineConfig:
         """The configuration of an engine with these settings, with automatic values. Raises ConfigError."""
@@ -355,12 +346,8 @@ class Planner(ABC):
         """Requests/s that the settings never exceed."""
         limits, asked = config.scheduler, self._asked(config.retain)
         assert limits.token_budget is not None, "a configuration with automatic values"
-        bound, cluster = Bound(latency, limits.token_budget, limits.max_running), self.cluster_of(settings)
-        if not cluster.is_on:
-            return bound.mixed(asked, slo)
-        mixed = cluster.mixed * bound.mixed(asked, slo)
-        apart = [cluster.prefill * bound.prompts(asked, slo), cluster.decode * bound.decoding(asked, slo)]
-        return mixed + (min(apart) if cluster.prefill and cluster.decode else max(apart))
+        bound, counts = Bound(latency, limits.token_budget, limits.max_running), counts_of(self.cluster_of(settings))
+        return joint_bound([(role, count, bound) for role, count in counts] or [("mixed", 1, bound)], asked, slo)
 
     # ---- what the search asks for --------------------------------------------------------------------------------
 
@@ -374,13 +361,10 @@ class Planner(ABC):
                 found[index] = Goodput(0.0, 0.0, Verdict.INFEASIBLE, confirmed=False, target=slo.attainment)
             else:
                 limits = floor, self._ceilings[point.key]
-                jobs[index] = Trying(self.maker(point), load, slo, limits, guess, rung, self.goal.seed, end)
-        if self._workers is None:
-            found |= {index: job.outcome() for index, job in jobs.items()}
-        else:
-            # The pool runs anything that has a count and an outcome.
-            results = self._workers.run(cast("list[Simulation]", list(jobs.values())))
-            found |= dict(zip(jobs, cast("list[Goodput | None]", results), strict=True))
+                jobs[index] = Trying(*self.candidate(point), load, slo, limits, guess, rung, self.goal.seed, end)
+        # A pool runs anything that has a count and an outcome.
+        results = self._pool.run(cast("list[Simulation]", list(jobs.values())))
+        found |= dict(zip(jobs, cast("list[Goodput | None]", results), strict=True))
         return [found[index] for index in range(len(trials))]
 
     def made(self, settings: Settings, share: float) -> Point | None:

@@ -5,7 +5,7 @@ were kept for the checkpoint. Parallelism is part of the space, and modelled.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,26 +21,13 @@ from quire.planning.devices import Device
 from quire.planning.latency import Latency, Origin
 from quire.planning.points import Point, Room
 from quire.planning.space import Machine, Settings, Space
-from quire.simulation.hardware import Division, Target, check_modelled
-from quire.simulation.setup import ROLES, Setup
+from quire.simulation.candidate import Candidate
+from quire.simulation.hardware import Target, check_modelled
 
 GPUS = 8
 """Of a machine."""
 
 HOW = "from the data sheet of the GPU"
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """Instances on GPUs, from which another process makes a setup."""
-
-    target: Target
-    divisions: tuple[Division, ...]
-    cluster: ClusterConfig
-
-    def setup(self) -> Setup:
-        """See Maker."""
-        return self.target.setup(self.divisions, self.cluster, alone=not self.cluster.is_on)
 
 
 def machine_of(given: Mapping[str, Any]) -> Machine:
@@ -58,27 +45,26 @@ class HardwarePlanner(Planner):
         device: Device, quality: Quality | None,
     ) -> None:  # fmt: skip
         super().__init__(name, config, cluster, space, goal, tools, quality)
-        self.device = device
-        self._targets: dict[str, Target] = {}
+        check_modelled(config)
+        self.device, self._target = device, Target(name, device)
         self.latency_of = cache(self._latency_of)
 
     @property
     def context(self) -> int:
         """See Planner."""
-        target = self._target(self.space.first)
-        return target.config.model.max_context or target.shape.max_context
+        return self._target.context(self.config)
 
     @property
     def window(self) -> int | None:
         """See Planner."""
-        return self._target(self.space.first).shape.sliding_window
+        return self._target.shape.sliding_window
 
     def fit(self, settings: Settings, share: float = 1.0) -> Fit:
         """See Planner. The total is that of one GPU."""
-        model, target = self.latency_of(settings), self._target(settings)
+        model, shape = self.latency_of(settings), self._target.shape
         tp, pp = _division(settings)
-        if target.shape.num_q_heads % tp:
-            raise ConfigError(f"{target.shape.num_q_heads} heads cannot be divided among {tp} GPUs")
+        if shape.num_q_heads % tp:
+            raise ConfigError(f"{shape.num_q_heads} heads cannot be divided among {tp} GPUs")
         tokens = model.cache_tokens * share
         if tokens < LEAST_CHUNKS * PAGE_TOKENS:
             raise ConfigError(
@@ -110,10 +96,10 @@ class HardwarePlanner(Planner):
         tp, pp = _division(settings)
         return tp * pp * num_instances(settings.options)
 
-    def maker(self, point: Point) -> Sheet:
+    def candidate(self, point: Point) -> tuple[Target, Candidate]:
         """See Planner."""
-        divisions = self._divisions(point.settings, point.room.cache)
-        return Sheet(self._target(point.settings), divisions, self.cluster_of(point.settings))
+        config = self.config_of(point.settings).with_options({"cache.memory": point.room.cache})
+        return self._target, self._target.candidate(config, self.cluster_of(point.settings), *_division(point.settings))
 
     def memory_text(self, point: Point) -> str:
         """See Planner."""
@@ -123,22 +109,8 @@ class HardwarePlanner(Planner):
             f" with {format_bytes(int(self.device.memory))} each"
         )
 
-    def _target(self, settings: Settings) -> Target:
-        """With the weights of settings, which are those of all engines of a target."""
-        form = str(settings.options["model.weights"])
-        if form not in self._targets:
-            self._targets[form] = Target(self.name, self.device, self.config.with_options({"model.weights": form}))
-        return self._targets[form]
-
     def _latency_of(self, settings: Settings) -> AnalyticModel:
-        return self._target(settings).latency(*_division(settings), self.config_of(settings))
-
-    def _divisions(self, settings: Settings, cache_bytes: int) -> tuple[Division, ...]:
-        tp, pp = _division(settings)
-        cluster = self.cluster_of(settings)
-        config = self.config_of(settings).with_options({"cache.memory": cache_bytes})
-        counts = [(role, getattr(cluster, role)) for role in ROLES if getattr(cluster, role)] or [("mixed", 1)]
-        return tuple(Division(role, config, count, tp, pp) for role, count in counts)
+        return self._target.latency(self.config_of(settings), *_division(settings))
 
 
 def _division(settings: Settings) -> tuple[int, int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from quire.errors import ConfigError
 from quire.evaluation.auto import Fit, Goal, Planner, Tools
 from quire.evaluation.curves import Quality
 from quire.evaluation.speeds import LEAST_SECONDS, SECONDS, Speeds, disk_link, num_instances
-from quire.evaluation.trying import LocalInstances
 from quire.models.image_folder import image_path
 from quire.models.images import ImageSpec, engine_image_spec, temporary_images
 from quire.models.quants import BLOCK_KINDS
@@ -24,6 +24,7 @@ from quire.models.weights import open_model
 from quire.planning.latency import Latency, LatencyModel, Origin
 from quire.planning.points import Found, Point, Room
 from quire.planning.space import Machine, Settings, Space
+from quire.simulation.candidate import Candidate
 from quire.simulation.setup import PROCESS_BYTES, LocalModel
 
 DEVICE_BYTES = 1 << 30
@@ -66,10 +67,10 @@ class LocalPlanner(Planner):
     ) -> None:
         quality = Quality(name, config, space, tools.text, context=tools.context, num_windows=tools.num_windows)
         super().__init__(name, config, cluster, space, goal, tools, quality)
-        # Weights take the same with any cache.
-        self._model = LocalModel(name, config.with_options({"cache.memory": MAX_ARENA_BYTES}), _no_latency)
-        self.process_bytes = DEVICE_BYTES if self._model.config.runtime.device == "cuda" else PROCESS_BYTES
-        base = self._model.base
+        self._model = LocalModel(name, _no_latency)
+        base = config.with_options({"cache.memory": MAX_ARENA_BYTES})  # weights take the same with any cache
+        resolved, self._sizes, _ = self._model.resolved(base)
+        self.process_bytes = DEVICE_BYTES if resolved.runtime.device == "cuda" else PROCESS_BYTES
         self._with_form = cache(lambda form: self._model.resolved(base.with_options({"model.weights": form})))
         self._shared = cache(self._shared_bytes)
         self._fits: dict[tuple[Settings, float], Fit] = {}
@@ -87,7 +88,7 @@ class LocalPlanner(Planner):
     @property
     def context(self) -> int:
         """See Planner."""
-        return self._model.sizes.model_context
+        return self._sizes.model_context
 
     @property
     def window(self) -> int | None:
@@ -173,12 +174,16 @@ class LocalPlanner(Planner):
             )
         return told
 
-    def maker(self, point: Point) -> LocalInstances:
+    def candidate(self, point: Point) -> tuple[LocalModel, Candidate]:
         """See Planner."""
         found = self.speeds.of(point.settings)
         assert found is not None, f"{point.settings} without a latency"
         config = self.config_of(point.settings).with_options({"cache.memory": point.room.cache})
-        return LocalInstances(self.name, config, self.cluster_of(point.settings), found.model, self._disk(config.tiers))
+        latency, disk = found.model, self._disk(config.tiers)
+        if disk is not None:
+            latency = replace(latency, links={**latency.links, "disk": disk})
+        model = self._model.with_latencies(partial(_only, latency))
+        return model, model.candidate(config, self.cluster_of(point.settings))
 
     def memory_text(self, point: Point) -> str:
         """See Planner."""
@@ -188,6 +193,11 @@ class LocalPlanner(Planner):
         beside = f"one process with {each}" if processes == 1 else f"{processes} processes with {each} each"
         origin = "measured" if self.process_bytes == PROCESS_BYTES else "not measured"
         return f"caches {caches}, and {beside} beside weights and cache ({origin})"
+
+
+def _only(latency: LatencyModel, role: str, config: EngineConfig, fingerprint: str) -> LatencyModel:
+    """The latency of every instance."""
+    return latency
 
 
 def _no_latency(role: str, config: EngineConfig, fingerprint: str) -> LatencyModel:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from quire.config import ClusterConfig, EngineConfig
 from quire.planning.auto import Rung
 from quire.planning.goodput import Goodput, goodput
-from quire.planning.latency import LatencyModel, Link
 from quire.planning.slo import Slo
 from quire.planning.workload import Workload
+from quire.simulation.candidate import Candidate, Maker
 from quire.simulation.load import LOWEST, Attains, Load, Run, Simulation, noted
-from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun
-from quire.simulation.setup import LocalModel, Setup
+from quire.simulation.phases import part_of
+from quire.simulation.setup import Setup
 
 CONFIRMATIONS = 2
 """Fresh seeds that confirm the goodput of a finalist."""
@@ -55,49 +53,13 @@ def fresh_seeds(load: Load, seed: int) -> tuple[int, ...]:
     return tuple(range(seed + 1, seed + 1 + count))
 
 
-class Maker(Protocol):
-    """Makes a setup, in any process."""
-
-    def setup(self) -> Setup:
-        """What takes the requests."""
-        ...
-
-
-@dataclass(frozen=True)
-class LocalInstances:
-    """Instances of this machine, from which another process makes a setup.
-
-    config   of an engine, with its cache
-    latency  of every instance
-    disk     how fast the disk of a tier is, as far as that was measured
-    """
-
-    name: str
-    config: EngineConfig
-    cluster: ClusterConfig
-    latency: LatencyModel
-    disk: Link | None = None
-
-    def setup(self) -> Setup:
-        """See Maker."""
-        return LocalModel(self.name, self.config, self._latency).setup(self.cluster)
-
-    @property
-    def _known(self) -> LatencyModel:
-        links = self.latency.links if self.disk is None else {**self.latency.links, "disk": self.disk}
-        return replace(self.latency, links=links)
-
-    def _latency(self, role: str, config: EngineConfig, fingerprint: str) -> LatencyModel:
-        return self._known
-
-
 class _OverError(Exception):
     """The time is over."""
 
 
 @dataclass(frozen=True)
 class Trying:
-    """The goodput of what a maker makes, which another process may search.
+    """The goodput of a candidate, which another process may search.
 
     Instances for prompts and for decoding are simulated as a tandem, and to confirm the result as a cluster.
 
@@ -106,6 +68,7 @@ class Trying:
     """
 
     maker: Maker
+    candidate: Candidate
     load: Load
     slo: Slo
     limits: tuple[float, float]
@@ -124,26 +87,20 @@ class Trying:
         if time.monotonic() >= self.end:
             return None
         try:
-            return self._search(self.maker.setup())
+            return self._search(self.maker.setup(self.candidate))
         except _OverError:
             return None
 
     def _search(self, setup: Setup) -> Goodput:
         floor, ceiling = self.limits
         roles = [(each.role, each.count) for each in setup.replicas]
-        by_role = {each.role: each for each in setup.replicas}
+        is_pair = roles == [("prefill", 1), ("decode", 1)]
 
         def run(rate: float, seed: int) -> Simulation:
             if time.monotonic() >= self.end:
                 raise _OverError
-            if not setup.is_cluster:
-                return MixedRun(setup.replicas[0], replace(setup.ways, hop=0.0), self.load, rate, seed)
-            if roles == [("prefill", 1), ("decode", 1)] and seed == self.seed:
-                ways = setup.ways
-                return PairRun(
-                    PromptRun(by_role["prefill"], ways, self.load, min(self.slo.tpot, MOST_TPOT), rate, seed),
-                    DecodeRun(by_role["decode"], ways, self.load, rate, seed),
-                )
+            if not setup.is_cluster or (is_pair and seed == self.seed):
+                return part_of(setup, self.load, min(self.slo.tpot, MOST_TPOT), rate, seed)
             return Run(setup, self.load, rate, seed)
 
         fresh = fresh_seeds(self.load, self.seed) if self.rung.confirms else ()

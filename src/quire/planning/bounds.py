@@ -12,7 +12,7 @@ where decoding sequences divide a context among the stages of a pipeline: those 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -106,6 +106,10 @@ class Bound:
         missed = (self._first(asked) > slo.ttft) | (self._per_token(asked) > slo.tpot)
         return self._unless(missed, slo, seconds)
 
+    def of(self, role: str, asked: Asked, slo: Slo) -> float:
+        """Of an instance with this role."""
+        return {"prefill": self.prompts, "decode": self.decoding, "mixed": self.mixed}[role](asked, slo)
+
     def _unless(self, missed: np.ndarray[tuple[int], np.dtype[np.bool_]], slo: Slo, seconds: float) -> float:
         """The rate of a mean request; 0 if too many miss their targets when they come alone."""
         if 1 - float(missed.mean()) < slo.attainment - ROUNDING:
@@ -162,3 +166,15 @@ class Bound:
         """Sizes of which one is the cheapest per row: latencies bend at their knots, and nowhere else."""
         knots = self.latency.knots if isinstance(self.latency, LatencyModel) else ()
         yield from {*(size for size in (*knots, *(1 << power for power in range(21))) if 0 < size < most), most}
+
+
+def joint_bound(instances: Iterable[tuple[str, int, Bound]], asked: Asked, slo: Slo) -> float:
+    """Requests/s that some instances never serve for long.
+
+    instances  role, number, and bound of each
+    """
+    rates: dict[str, float] = {}
+    for role, count, bound in instances:
+        rates[role] = rates.get(role, 0.0) + count * bound.of(role, asked, slo)
+    apart = [rates[role] for role in ("prefill", "decode") if role in rates]
+    return rates.get("mixed", 0.0) + (min(apart) if apart else 0.0)

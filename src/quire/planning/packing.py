@@ -13,8 +13,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.planning.candidates import Candidate, Option
 from quire.planning.cluster_file import ClusterSpec
+from quire.planning.divisions import Division, Option
 
 ROUNDING = 1e-9
 """Relative difference of rates that rounding may make."""
@@ -58,7 +58,7 @@ def replicas(rate: float, goodput: float) -> int:
 
 
 def mix(
-    cluster: ClusterSpec, first: Candidate, first_rate: float, second: Candidate, second_rate: float
+    cluster: ClusterSpec, first: Division, first_rate: float, second: Division, second_rate: float
 ) -> tuple[float, int, int]:
     """The highest rate min(n * first_rate, m * second_rate) of n and m instances that the cluster has room for.
 

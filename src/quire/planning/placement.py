@@ -1,7 +1,7 @@
 """DistServe's placement algorithms: which instances serve most of a model's requests per GPU or machine.
 
-Knows candidates and their rates; the goodput of a candidate and an upper bound of it are callables. An option is what
-is chosen as one: a candidate, or a pair of candidates.
+Knows divisions of instances and their rates; the goodput of a division and an upper bound of it are callables. An
+option is what is chosen as one: an instance with a division, or a pair of them.
 
     place_apart  prompts and decoding on different instances that are searched for separately (Algorithm 1)
     place_pairs  the same, but caches stay within machines: pairs are searched for as one (Algorithm 2)
@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from quire.errors import QuireError
-from quire.planning.candidates import Candidate, Needs, Option, Pair, Role, candidates, degrees, pairs
 from quire.planning.cluster_file import ClusterSpec
+from quire.planning.divisions import Division, Needs, Option, Role, degrees, divisions, pairs
 from quire.planning.goodput import Goodput, Verdict
 from quire.planning.packing import ROUNDING, fit, mix, most, replicas
 from quire.planning.placement_file import Instances, Placement, Predicted, Rejected, Why
@@ -76,7 +76,7 @@ class Rough(NamedTuple):
 class Search:
     """What is searched for, and with what.
 
-    goodput_of  goodput of one instance or pair, in requests/s; of a candidate that only computes prompts or only
+    goodput_of  goodput of one instance or pair, in requests/s; of an instance that only computes prompts or only
                 decodes, with regard to its own latency target
     rate        wanted requests/s; None: as many as the cluster can serve
     bound_of    requests/s per unit that an option never exceeds; None: no option is skipped
@@ -100,7 +100,7 @@ class Search:
     why_unknown: Callable[[Option], str] = lambda option: ""
     budget: Budget | None = None
     progress: Progress | None = None
-    options_of: Callable[[Candidate], Mapping[str, Any]] | None = None
+    options_of: Callable[[Division], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         assert self.rate is None or 0 < self.rate < math.inf, f"a rate of {self.rate}"
@@ -120,7 +120,7 @@ def place_apart(search: Search) -> Placement:
     The predicted attainment is the product of both roles': the share if they miss their targets independently.
     """
     layers = search.needs.num_layers
-    found = _placed(search, [candidates(search.cluster, layers, role) for role in (Role.PREFILL, Role.DECODE)], "apart")
+    found = _placed(search, [divisions(search.cluster, layers, role) for role in (Role.PREFILL, Role.DECODE)], "apart")
     if search.cluster.is_fast:
         return found
     told = (
@@ -137,7 +137,11 @@ def place_pairs(search: Search) -> Placement:
 
 def place_mixed(search: Search) -> Placement:
     """Instances that compute prompts and decode. Raises PlacementError."""
-    return _placed(search, [candidates(search.cluster, search.needs.num_layers, Role.MIXED)], "mixed")
+    return _placed(search, [divisions(search.cluster, search.needs.num_layers, Role.MIXED)], "mixed")
+
+
+PLACERS: dict[str, Callable[[Search], Placement]] = {"apart": place_apart, "pairs": place_pairs, "mixed": place_mixed}
+"""The algorithms by name."""
 
 
 def _placed(search: Search, roles: Sequence[Sequence[Option]], algorithm: str) -> Placement:
@@ -191,7 +195,7 @@ def _placed(search: Search, roles: Sequence[Sequence[Option]], algorithm: str) -
 
 def _cores(option: Option) -> set[int]:
     """Cores of the instances of an option."""
-    return {each.cores for each in ((option.prefill, option.decode) if isinstance(option, Pair) else (option,))}
+    return {each.cores for each in option.divisions}
 
 
 class _Phase:
@@ -313,9 +317,9 @@ class _Walk(ABC):
             rate, cost, cluster.unit, rate / cost, math.prod(each.attainment for each in goodputs.values()), fits
         )
         instances = tuple(
-            Instances(candidate.role.value, count, candidate.tp, candidate.pp, self._settings(candidate))
+            Instances(division.role.value, count, division.tp, division.pp, self._settings(division))
             for option, count in counts.items()
-            for candidate in ((option.prefill, option.decode) if isinstance(option, Pair) else (option,))
+            for division in option.divisions
         )
         return Placement(
             instances, predicted, tuple(self.rejected), tuple(self.warnings), made={"algorithm": algorithm}
@@ -416,9 +420,9 @@ class _Walk(ABC):
         if self.search.progress is not None:
             self.search.progress(self._num_done, self._num_options, option)
 
-    def _settings(self, candidate: Candidate) -> dict[str, Any]:
-        threads = {"runtime.threads": candidate.cores} if candidate.cores else {}
-        return threads | dict(self.search.options_of(candidate) if self.search.options_of else {})
+    def _settings(self, division: Division) -> dict[str, Any]:
+        threads = {"runtime.threads": division.cores} if division.cores else {}
+        return threads | dict(self.search.options_of(division) if self.search.options_of else {})
 
     def _per_unit(self, rate: float) -> str:
         return f"{rate:.4g} requests/s per {self.search.cluster.unit}"
@@ -514,7 +518,7 @@ class _Whole(_Walk):
         firsts = [option] if phase is prefill else prefill.tried
         seconds = [option] if phase is decode else decode.tried
         for first, second in itertools.product(firsts, seconds):
-            assert isinstance(first, Candidate) and isinstance(second, Candidate)
+            assert isinstance(first, Division) and isinstance(second, Division)
             rates = prefill.tried[first].rate, decode.tried[second].rate
             rate, *counts = mix(self.search.cluster, first, rates[0], second, rates[1])
             if rate:

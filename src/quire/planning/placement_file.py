@@ -12,8 +12,8 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.offload.records import above, made
-from quire.planning.candidates import Option, Role
 from quire.planning.cluster_file import ClusterSpec
+from quire.planning.divisions import Option, Role
 from quire.safe_io import parse_json, read_text
 
 VERSION = 1

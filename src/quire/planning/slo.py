@@ -23,6 +23,20 @@ class Slo:
         """Both targets times `scale`: smaller is tighter."""
         return Slo(self.ttft * scale, self.tpot * scale, self.attainment)
 
+    def facts(self) -> dict[str, float | None]:
+        """The targets, for JSON; None: no target."""
+        return {"ttft": finite(self.ttft), "tpot": finite(self.tpot), "attainment": self.attainment}
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether a request can miss one."""
+        return min(self.ttft, self.tpot) < math.inf
+
 
 ANYTHING = Slo(attainment=0.0)
 """Targets that every request meets."""
+
+
+def finite(value: float) -> float | None:
+    """A number for JSON; None if it is not finite."""
+    return value if math.isfinite(value) else None

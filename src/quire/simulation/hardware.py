@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +46,7 @@ from quire.planning.analytic import MODELS, AnalyticModel, ModelNumbers
 from quire.planning.devices import Device, device_named
 from quire.planning.latency import Link
 from quire.planning.placement_file import Gpus
+from quire.simulation.candidate import Candidate, InstanceGroup, counts_of
 from quire.simulation.engine import Plan, check_simulated
 from quire.simulation.setup import HOP_SECONDS, Replicas, Setup, Ways, setup_of, tiers_of
 
@@ -58,22 +58,10 @@ FLAT_HIDDEN = 64
 
 
 @dataclass(frozen=True)
-class Division:
-    """Equal instances of several GPUs. config: of their engines, with automatic values."""
-
-    role: str
-    config: EngineConfig
-    count: int = 1
-    tp: int = 1
-    pp: int = 1
-
-
-@dataclass(frozen=True)
 class Target:
-    """A model on a kind of GPU. Raises ConfigError for what cannot be simulated.
+    """A model on a kind of GPU.
 
     name       in MODELS, a config.json, or any model
-    config     of its engines, with automatic values
     usable     share of a GPU's memory for weights and cache
     slow_link  between machines, for stages that do not fit on one; None: as within them
     gpus       of a machine
@@ -81,22 +69,18 @@ class Target:
 
     name: str
     device: Device
-    config: EngineConfig
     usable: float = 0.9
     slow_link: Link | None = None
     gpus: int = 8
 
     @classmethod
-    def on(cls, gpus: Gpus, name: str, config: EngineConfig) -> Target:
+    def on(cls, gpus: Gpus, name: str) -> Target:
         """A model on the GPUs of a plan. Raises ConfigError if their device is unknown."""
         device = dataclasses.replace(device_named(gpus.device), memory=float(gpus.memory))
         if gpus.inside is not None:
             device = dataclasses.replace(device, nvlink=float(gpus.inside))
         slow = None if gpus.between is None else Link(HOP_SECONDS, float(gpus.between))
-        return cls(name, device, config, 1.0, slow, gpus.count)
-
-    def __post_init__(self) -> None:
-        check_modelled(self.config)
+        return cls(name, device, 1.0, slow, gpus.count)
 
     @cached_property
     def _checkpoint(self) -> tuple[ModelShape, dict[str, str]]:
@@ -124,88 +108,80 @@ class Target:
         """Of the model."""
         return MODELS[self.name.lower()] if self._is_named else ModelNumbers.from_shape(self.shape)
 
-    @property
-    def dtype(self) -> str:
+    def dtype(self, config: EngineConfig) -> str:
         """Of weights, activations and dense pages."""
-        return self.shape.dtype if self.config.model.dtype == "auto" else self.config.model.dtype
+        return self.shape.dtype if config.model.dtype == "auto" else config.model.dtype
 
-    @cached_property
-    def weight_bytes(self) -> float:
+    def weight_bytes(self, config: EngineConfig) -> float:
         """Of all weights, as they are held."""
         shape, kinds = self._checkpoint
-        found = 0.0
+        found, item = 0.0, ITEM_BYTES[self.dtype(config)]
         for name, size in shape.tensor_shapes.items():
-            kind = loaded_kind(name, size, kinds[name], self.config.model.weights, BLOCK_KINDS)
-            found += (
-                math.prod(size) * ITEM_BYTES[self.dtype] if kind is None else size[0] * loaded_row_bytes(kind, size[1])
-            )
+            kind = loaded_kind(name, size, kinds[name], config.model.weights, BLOCK_KINDS)
+            found += math.prod(size) * item if kind is None else size[0] * loaded_row_bytes(kind, size[1])
         return found
 
     def token_bytes(self, config: EngineConfig) -> float:
         """Of a cached token over all layers, as the codec stores it."""
-        shape = self.shape
-        pages, _ = sealed_pages(config, shape, torch_dtype(self.dtype), None, "triton")
+        shape, dtype = self.shape, self.dtype(config)
+        pages, _ = sealed_pages(config, shape, torch_dtype(dtype), None, "triton")
         if pages is None:
-            return float(shape.kv_bytes_per_token(ITEM_BYTES[self.dtype]))
+            return float(shape.kv_bytes_per_token(ITEM_BYTES[dtype]))
         chunk = page_counts(pages, shape.num_layers, shape.num_kv_heads)
         return sum(size * count for size, count in chunk.items()) / PAGE_TOKENS
 
-    def latency(self, tp: int, pp: int, config: EngineConfig | None = None, stage_gpus: int = 0) -> AnalyticModel:
+    def context(self, config: EngineConfig) -> int:
+        """Tokens of the longest request."""
+        return config.model.max_context or self.shape.max_context
+
+    def latency(self, config: EngineConfig, tp: int, pp: int, stage_gpus: int = 0) -> AnalyticModel:
         """Of an instance with tp * pp GPUs.
 
         stage_gpus  that must share a machine with a stage, its own included; 0: tp
         """
         is_large = pp > self.gpus // (stage_gpus or tp)
         return AnalyticModel(
-            self.numbers, self.device, tp, pp, float(ITEM_BYTES[self.dtype]), self.weight_bytes,
-            self.token_bytes(config or self.config), usable=self.usable,
-            pp_link=self.slow_link if is_large else None,
+            self.numbers, self.device, tp, pp, float(ITEM_BYTES[self.dtype(config)]), self.weight_bytes(config),
+            self.token_bytes(config), usable=self.usable, pp_link=self.slow_link if is_large else None,
         )  # fmt: skip
 
-    def setup(
-        self,
-        divisions: Sequence[Division],
-        settings: ClusterConfig,
-        bulk: Link | None = None,
-        *,
-        alone: bool = False,
-        in_pairs: bool = False,
-    ) -> Setup:
-        """Instances of the model.
+    def candidate(
+        self, config: EngineConfig, settings: ClusterConfig, tp: int = 1, pp: int = 1, between: int | None = None
+    ) -> Candidate:
+        """Instances of tp * pp GPUs each, as many of each role as the settings say.
 
-        bulk      of caches between instances; None: the links of the GPUs
-        alone     whether the only instance is an engine without a router
-        in_pairs  see Setup
+        between  bytes/s between instances; None: those of the links
         """
-        configs = [each.config for each in divisions]
-        for config in configs:
-            check_modelled(config)
-        of_pair = sum(each.tp for each in divisions) if in_pairs else 0
-        latencies = [
-            self.latency(each.tp, each.pp, config, of_pair) for each, config in zip(divisions, configs, strict=True)
-        ]
-        memories = [_memory(each, config) for each, config in zip(latencies, configs, strict=True)]
+        counts, in_pairs = list(counts_of(settings)), settings.placement == "pairs"
+        groups = tuple(InstanceGroup(role, config, count, tp, pp) for role, count in counts or [("mixed", 1)])
+        return Candidate(groups, settings if counts else None, between=between, in_pairs=in_pairs)
+
+    def setup(self, candidate: Candidate) -> Setup:
+        """See Maker."""
+        groups, in_pairs = candidate.groups, candidate.in_pairs
+        for each in groups:
+            check_modelled(each.config)
+        of_pair = sum(each.tp for each in groups) if in_pairs else 0
+        latencies = [self.latency(each.config, each.tp, each.pp, of_pair) for each in groups]
+        memories = [_memory(each, group.config) for each, group in zip(latencies, groups, strict=True)]
         grain = max(1, *(-(-memory // MAX_ARENA_BYTES) for memory in memories))
-        bulk = bulk or self.between(within=in_pairs)
-        ways = _coarser(Ways(bulk=bulk, pinned=Link(HOP_SECONDS, self.device.pcie)), grain)
+        link = Link(HOP_SECONDS, self.device.between)
+        if candidate.between is not None:
+            link = Link(HOP_SECONDS, float(candidate.between))
+        elif self.slow_link is not None and not in_pairs:
+            link = self.slow_link
+        ways = _coarser(Ways(bulk=link, pinned=Link(HOP_SECONDS, self.device.pcie)), grain)
         replicas = []
-        for each, config, latency, memory in zip(divisions, configs, latencies, memories, strict=True):
-            plan = self._plan(latency, config, memory, grain)
-            tiers = [dataclasses.replace(tier, cap=tier.cap // grain) for tier in tiers_of(config, ways)]
+        for each, latency, memory in zip(groups, latencies, memories, strict=True):
+            plan = self._plan(latency, each.config, memory, grain)
+            tiers = [dataclasses.replace(tier, cap=tier.cap // grain) for tier in tiers_of(each.config, ways)]
             unit = f"{self.device.name}, tp {each.tp} pp {each.pp}"
             replicas.append(Replicas(each.role, plan, each.count, tuple(tiers), unit))
-        if alone:
-            return Setup(tuple(replicas), ways, is_cluster=False)
-        return setup_of(replicas, ways, settings, in_pairs=in_pairs)
-
-    def between(self, *, within: bool) -> Link:
-        """The way of caches from one instance to another. within: on the same machine."""
-        link = None if within else self.slow_link
-        return link or Link(HOP_SECONDS, self.device.between)
+        return setup_of(replicas, ways, candidate)
 
     def _plan(self, latency: AnalyticModel, config: EngineConfig, memory: int, grain: int) -> Plan:
         """An engine with a flat table. grain: bytes that one byte of its cache stands for."""
-        context = config.model.max_context or self.shape.max_context
+        context = self.context(config)
         if context > self.shape.context_limit:
             raise ConfigError(f"model.max_context is {context}; this model serves at most {self.shape.context_limit}")
         limits, cache = config.scheduler, config.cache
@@ -226,7 +202,7 @@ class Target:
             sliding_window=self.shape.sliding_window,
         )  # fmt: skip
         resolved, sizes = resolve(flat, shape)
-        return Plan(shape, resolved, dataclasses.replace(sizes, weight_bytes=int(self.weight_bytes)), latency)
+        return Plan(shape, resolved, dataclasses.replace(sizes, weight_bytes=int(latency.weight_bytes)), latency)
 
 
 def check_modelled(config: EngineConfig) -> None:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
 from quire.config import RetainConfig
 from quire.errors import QuireError
 from quire.options import format_number
-from quire.planning.bounds import Asked, Bound
-from quire.planning.fitted import Fitted
+from quire.planning.bounds import Asked, Bound, joint_bound
+from quire.planning.fitted import Fitted, fit
 from quire.planning.goodput import Goodput, goodput
 from quire.planning.latency import Origin
-from quire.planning.slo import ANYTHING, Slo
-from quire.planning.traces import tokens
+from quire.planning.slo import ANYTHING, Slo, finite
+from quire.planning.traces import read_workload, tokens
 from quire.planning.workload import Workload
 from quire.simulation.outcome import Outcome
 from quire.simulation.setup import Replicas, Setup, silent
@@ -62,6 +64,14 @@ class Load:
     count: int
     fitted: Fitted | None = None
 
+    @classmethod
+    def read(cls, file: Path, count: int, *, fitted: bool) -> Load:
+        """The requests of a trace. fitted: drawn from distributions; otherwise its first ones. Raises ConfigError."""
+        workload = read_workload(file)
+        if fitted:
+            return cls(workload, count, fit(workload))
+        return cls(workload.first(count), min(count, len(workload.arrivals)))
+
     @property
     def origin(self) -> Origin:
         """Of the requests."""
@@ -73,6 +83,24 @@ class Load:
             return self.fitted.steady(self.count, seed, rate)
         found = self.workload.first(self.count)
         return found if rate is None else found.at_rate(rate)
+
+    def facts(self) -> dict[str, Any]:
+        """Numbers of the requests, for JSON."""
+        workload, fitted = self.workload, self.fitted
+        found: dict[str, Any] = {
+            "name": workload.name,
+            "requests": self.count,
+            "rate": finite(workload.rate),
+            "cv": workload.cv,
+            "mean_in": workload.mean_in,
+            "mean_out": workload.mean_out,
+            "shared": workload.shared,
+            "origin": self.origin.value,
+        }
+        if fitted is not None:
+            names = ("ks_in", "ks_out", "ks_gaps", "cv", "accepted")
+            found["fit"] = {name: getattr(fitted, name) for name in names}
+        return found
 
     def lasting(self, rate: float, slo: Slo) -> Load:
         """At least so many requests that at this rate a queue that grows shows: that it accounts for at most SHORT of
@@ -133,21 +161,16 @@ def run_of(setup: Setup, workload: Workload, seed: int, progress: Progress = lam
         return simulate(workload, prompts, setup.front_of, progress=progress)
 
 
-def run_many(
-    runs: Sequence[Simulation], processes: int = 1, progress: Progress = lambda done, total: None
-) -> list[Outcome]:
-    """What comes of each run, in their order. The number of processes does not change it.
+class InProcess:
+    """Simulates in this process."""
 
-    Raises QuireError if a process ends by itself, as one does for which the memory is not enough.
-    """
-    if processes > 1 and len(runs) > 1:
-        with Workers(min(processes, len(runs))) as workers:
-            return workers.run(runs, progress)
-    total, done, found = sum(run.count for run in runs), 0, []
-    for run in runs:
-        found.append(run.outcome(partial(_after, progress, done, total)))
-        done += run.count
-    return found
+    def run(self, runs: Sequence[Simulation], progress: Progress = lambda done, total: None) -> list[Outcome]:
+        """What comes of each run, in their order."""
+        total, done, found = sum(run.count for run in runs), 0, []
+        for run in runs:
+            found.append(run.outcome(partial(_after, progress, done, total)))
+            done += run.count
+        return found
 
 
 def _after(progress: Progress, before: int, total: int, done: int, _: int) -> None:
@@ -181,7 +204,9 @@ class Workers:
                 process.kill()
 
     def run(self, runs: Sequence[Simulation], progress: Progress = lambda done, total: None) -> list[Outcome]:
-        """See run_many."""
+        """See InProcess. The number of processes does not change what comes of a run. Raises QuireError if a process
+        ends by itself, as one does for which the memory is not enough.
+        """
         futures = {self._executor.submit(run.outcome): run for run in runs}
         total, done = sum(run.count for run in runs), 0
         try:
@@ -195,6 +220,19 @@ class Workers:
                 "a process that simulates has ended by itself, perhaps because the memory is not enough; try fewer"
                 " --processes or --requests"
             ) from None
+
+
+Pool = InProcess | Workers
+
+
+@contextlib.contextmanager
+def pool_of(processes: int) -> Iterator[Pool]:
+    """What simulates, with so many processes."""
+    if processes == 1:
+        yield InProcess()
+    else:
+        with Workers(processes) as workers:
+            yield workers
 
 
 def _start() -> None:
@@ -216,7 +254,6 @@ class Attains:
 
     simulation  of a rate and a seed
     groups      seeds that are simulated at the same time: those of a search, and those of its confirmation
-    workers     None: one simulation after the other, in this process
     on_run      is told of each simulation
     first       shorter simulations, which come first: where they clearly miss the target, they are the outcomes. Few
                 requests may meet targets that many miss, because a queue takes time to grow, but hardly the reverse
@@ -226,7 +263,7 @@ class Attains:
     simulation: Callable[[float, int], Simulation]
     slo: Slo
     groups: Sequence[Sequence[int]] = ()
-    workers: Workers | None = None
+    pool: Pool = field(default_factory=InProcess)
     on_run: Callable[[float, int, Outcome], None] = lambda rate, seed, outcome: None
     first: Callable[[float, int], Simulation] | None = None
     outcomes: dict[tuple[float, int], Outcome] = field(default_factory=dict)
@@ -246,8 +283,7 @@ class Attains:
     def _run(
         self, simulation: Callable[[float, int], Simulation], rate: float, seeds: Sequence[int]
     ) -> Sequence[Outcome]:
-        runs = [simulation(rate, each) for each in seeds]
-        return [run.outcome() for run in runs] if self.workers is None else self.workers.run(runs)
+        return self.pool.run([simulation(rate, each) for each in seeds])
 
     def _share(self, outcomes: Sequence[Outcome]) -> float:
         return fmean(each.attainment(self.slo) for each in outcomes)
@@ -255,18 +291,9 @@ class Attains:
 
 def ceiling_of(setup: Setup, workload: Workload) -> float:
     """A rate in requests/s that a setup never serves for long, whatever the latency targets."""
-    asked = asked_of(workload, setup.replicas[0].config.retain, setup.replicas[0].plan.window)
-    of: dict[str, list[Replicas]] = {}
-    for each in setup.replicas:
-        of.setdefault(each.role, []).append(each)
-    mixed = of.get("mixed", [])
-    computing, decoding = of.get("prefill", mixed), of.get("decode", mixed)
-    if computing is decoding:
-        return sum(each.count * bound_of(each).mixed(asked, ANYTHING) for each in mixed)
-    return min(
-        sum(each.count * bound_of(each).prompts(asked, ANYTHING) for each in computing),
-        sum(each.count * bound_of(each).decoding(asked, ANYTHING) for each in decoding),
-    )
+    first = setup.replicas[0]
+    asked = asked_of(workload, first.config.retain, first.plan.window)
+    return joint_bound([(each.role, each.count, bound_of(each)) for each in setup.replicas], asked, ANYTHING)
 
 
 def asked_of(workload: Workload, retain: RetainConfig, window: int | None) -> Asked:

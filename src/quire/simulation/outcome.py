@@ -10,10 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.planning.slo import Slo
+from quire.planning.slo import Slo, finite
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Factors by which both latency targets are scaled."""
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 STAGES = ("queue", "prefill", "transfer", "decode")
 
@@ -152,3 +157,41 @@ class Outcome:
         total = float((self.last - self.arrived)[answered].sum())
         known = {name: found for name, each in self.stages.items() if not np.isnan(found := each[answered]).all()}
         return {name: float(np.nansum(seconds)) / total if total else 0.0 for name, seconds in known.items()}
+
+    def times(self) -> dict[str, dict[str, float | None]]:
+        """Mean and quantiles of TTFT and TPOT, in seconds, over the answered requests; None without any."""
+        answered = np.isfinite(self.last)
+        has_tokens = answered & (self.num_out > 1)
+        found: dict[str, dict[str, float | None]] = {}
+        for name, values in (("ttft", self.ttft[answered]), ("tpot", self.tpot[has_tokens])):
+            found[name] = {"mean": float(values.mean()) if len(values) else None}
+            for quantile, share in QUANTILES.items():
+                found[name][quantile] = float(np.quantile(values, share)) if len(values) else None
+        return found
+
+    def facts(self, rate: float, slo: Slo, origin: str) -> dict[str, Any]:
+        """All numbers, for JSON.
+
+        rate    that was asked for
+        origin  of the latencies
+        """
+        return {
+            "rate": finite(rate),
+            "requests": len(self.arrived),
+            "failed": self.num_failed,
+            "attainment": self.attainment(slo) if slo.has_targets else None,
+            "attainment_by_scale": {
+                f"{scale:g}": self.attainment(slo.scaled(scale)) for scale in (SCALES if slo.has_targets else ())
+            },
+            **self.times(),
+            "offered": finite(self.offered),
+            "seconds": self.duration,
+            "tokens_per_second": self.tokens_per_second,
+            "utilisation": self.utilisation(),
+            "hit_rate": self.hit_rate,
+            "shares": {name: share for name, share in self.shares().items() if math.isfinite(share)},
+            "preemptions": sum(int(str(each.counters.get("preemptions", 0))) for each in self.used),
+            "steps": sum(each.num_steps for each in self.used),
+            "steps_outside": sum(each.num_out for each in self.used),
+            "origin": origin,
+        }

@@ -30,7 +30,7 @@ from quire.planning.latency import Latency, Origin, StepWork
 from quire.planning.queueing import waits
 from quire.planning.workload import Arrivals, Floats, Ints, Span, Workload
 from quire.simulation.bulk import simulate_bulk
-from quire.simulation.load import Load, Progress, run_of
+from quire.simulation.load import Load, Progress, Simulation, run_of
 from quire.simulation.outcome import Outcome
 from quire.simulation.setup import Replicas, Setup, Ways
 
@@ -262,6 +262,17 @@ class PairRun:
             used=(*begun.used, *decoded.used),
             seconds=max(begun.seconds, decoded.seconds),
         ).counting(workload.counted)
+
+
+def part_of(setup: Setup, load: Load, tpot: float, rate: float, seed: int) -> Simulation:
+    """The simulation of a setup of one instance, or of one for prompts and one that decodes. tpot: see PromptRun."""
+    ways = setup.ways if setup.is_cluster else dataclasses.replace(setup.ways, hop=0.0)
+    by_role = {each.role: each for each in setup.replicas}
+    prompts = PromptRun(by_role["prefill"], ways, load, tpot, rate, seed) if "prefill" in by_role else None
+    decoding = DecodeRun(by_role["decode"], ways, load, rate, seed) if "decode" in by_role else None
+    if prompts is not None and decoding is not None:
+        return PairRun(prompts, decoding)
+    return prompts or decoding or MixedRun(by_role["mixed"], ways, load, rate, seed)
 
 
 def seconds_per_token(replicas: Replicas, ways: Ways) -> float:

@@ -6,6 +6,7 @@ several prompts in a step, and may have lost what a cache without eviction still
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +18,7 @@ from quire.planning.queueing import mean_wait, waits
 from quire.simulation.engine import Plan
 from quire.simulation.load import Load
 from quire.simulation.phases import PromptRun, prompts_of
-from quire.simulation.setup import Replicas, Ways
+from quire.simulation.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,14 @@ class QueueCheck:
     one_by_one: float
     closed: float
 
+    def facts(self) -> dict[str, float | None]:
+        """All numbers, for JSON; None for an infinite one."""
+        return {name: value if math.isfinite(value) else None for name, value in dataclasses.asdict(self).items()}
 
-def queue_check(replicas: Replicas, ways: Ways, load: Load, tpot: float, rate: float, seed: int) -> QueueCheck:
+
+def queue_check(setup: Setup, load: Load, tpot: float, rate: float, seed: int) -> QueueCheck:
     """Simulates one instance for prompts at a rate. tpot: see PromptRun."""
+    (replicas,), ways = setup.replicas, setup.ways
     drawn = load.drawn(rate, seed)
     outcome, workload = PromptRun(replicas, ways, load, tpot, rate, seed).of(drawn), prompts_of(drawn, tpot)
     alone = np.array(

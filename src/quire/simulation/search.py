@@ -1,7 +1,7 @@
 """What a placement is searched with: the goodput and the upper bound of its options, by simulation.
 
 An option is an instance that computes prompts, one that decodes, one that does both, or a pair: see
-`quire.planning.candidates`. `OnGpus` makes them from data sheets, `OnCores` from latency models of this machine's kind.
+`quire.planning.divisions`. `OnGpus` makes them from data sheets, `OnCores` from latency models of this machine's kind.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import fmean
 from typing import Any
 
@@ -20,30 +20,32 @@ import numpy as np
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
-from quire.planning.bounds import Asked
-from quire.planning.candidates import Candidate, Needs, Option, Pair, Role
+from quire.planning.bounds import Asked, joint_bound
 from quire.planning.cluster_file import ClusterSpec
+from quire.planning.divisions import Division, Needs, Option, Pair, Role
 from quire.planning.goodput import ROUNDING, Goodput
 from quire.planning.latency import Origin
 from quire.planning.placement import PlacementError
 from quire.planning.placement_file import Instances, Placement
 from quire.planning.slo import ANYTHING, Slo
-from quire.simulation.hardware import Division, Target
+from quire.simulation.candidate import Candidate, InstanceGroup, Maker
+from quire.simulation.hardware import Target, check_modelled
 from quire.simulation.load import (
     Attains,
+    InProcess,
     Load,
+    Pool,
     Progress,
     Simulation,
-    Workers,
     asked_of,
     bound_of,
     find_goodput,
     run_of,
 )
 from quire.simulation.outcome import Outcome
-from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun, may_skip, seconds_per_token, skipping
+from quire.simulation.phases import may_skip, part_of, seconds_per_token, skipping
 from quire.simulation.queue_check import QueueCheck, queue_check
-from quire.simulation.setup import PROCESS_BYTES, LocalModel, Replicas, Setup, Ways, setup_of, ways_of
+from quire.simulation.setup import PROCESS_BYTES, LocalModel, Setup
 
 TOLERANCE = 0.03
 """Relative error of the goodput of an option."""
@@ -58,192 +60,128 @@ SEEDS, CONFIRMATIONS = 2, 2
 """Seeds that the goodput of an option is searched with, and fresh ones that confirm it."""
 
 
-class Maker(ABC):
-    """Instances of a model on the machines of a cluster.
+class ModelOnCluster(ABC):
+    """A model on the machines of a cluster.
 
+    config   of all instances, with automatic values
     cluster  the machines
     longest  tokens of the longest request
     window   tokens that a token attends to at most; None: all before it
+    origin   of the latencies
     """
 
-    cluster: ClusterSpec
-    longest: int
-    window: int | None = None
+    origin: Origin
 
-    @property
-    @abstractmethod
-    def config(self) -> EngineConfig:
-        """Of all instances."""
+    def __init__(self, maker: Maker, config: EngineConfig, cluster: ClusterSpec, longest: int, window: int | None):
+        self.maker, self.config, self.cluster, self.longest, self.window = maker, config, cluster, longest, window
+        self._setups: dict[Option, Setup | ConfigError] = {}
 
     @property
     @abstractmethod
     def needs(self) -> Needs:
         """What the model needs."""
 
-    @property
-    @abstractmethod
-    def origin(self) -> Origin:
-        """Of the latencies."""
-
-    @abstractmethod
-    def replicas(self, candidate: Candidate) -> Replicas:
-        """An instance. Raises ConfigError if its latencies are not known."""
-
-    @abstractmethod
-    def ways(self, option: Option) -> Ways:
-        """Of messages and caches, for instances like this option."""
-
-    @abstractmethod
-    def setup(self, placement: Placement) -> Setup:
-        """All instances of a placement."""
-
-    def options_of(self, candidate: Candidate) -> Mapping[str, Any]:
+    def options_of(self, division: Division) -> dict[str, Any]:
         """Settings of an instance that differ from the defaults, by key."""
         usual = EngineConfig().to_options()
         given = self.config.to_options()
         return {key: value for key, value in given.items() if value != usual[key] and value is not None}
 
-    def candidate_of(self, instances: Instances) -> Candidate:
+    def candidate(self, counts: Mapping[Division, int], *, in_pairs: bool = False) -> Candidate:
+        """So many instances of each division, behind a router."""
+        groups = tuple(
+            InstanceGroup(each.role, self.config.with_options(self.options_of(each)), count, each.tp, each.pp)
+            for each, count in counts.items()
+        )
+        # Instances on several machines are a Ray cluster's, where those of one machine use TCP, too.
+        transport = "shm" if self.cluster.nodes.count == 1 else "tcp"
+        between = None if in_pairs or self.cluster.has_gpus else self.cluster.network.between
+        return Candidate(groups, ClusterConfig(), transport, between, in_pairs)
+
+    def setup_of(self, option: Option) -> Setup:
+        """One instance or pair. Raises ConfigError if its latencies are not known."""
+        if option not in self._setups:
+            candidate = self.candidate(dict.fromkeys(option.divisions, 1), in_pairs=isinstance(option, Pair))
+            try:
+                self._setups[option] = self.maker.setup(candidate)
+            except ConfigError as error:
+                self._setups[option] = error
+        found = self._setups[option]
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+    def setup(self, placement: Placement) -> Setup:
+        """All instances of a placement."""
+        counts = {self.division_of(each): each.count for each in placement.instances}
+        return self.maker.setup(self.candidate(counts, in_pairs=placement.in_pairs))
+
+    def division_of(self, instances: Instances) -> Division:
         """What one of a placement's instances is."""
         cores = 0 if self.cluster.has_gpus else int(instances.options["runtime.threads"])
-        return Candidate(Role(instances.role), instances.tp, instances.pp, cores)
+        return Division(Role(instances.role), instances.tp, instances.pp, cores)
 
     def why_unknown(self, option: Option) -> str:
         """Why the latencies of an option are not known; empty if they are."""
         try:
-            for each in (option.prefill, option.decode) if isinstance(option, Pair) else (option,):
-                self.replicas(each)
+            self.setup_of(option)
         except ConfigError as error:
             return str(error)
         return ""
 
 
-@dataclass
-class OnGpus(Maker):
-    """Instances on GPUs, by their data sheets. target: with the memory and the links of the cluster's machines."""
+class OnGpus(ModelOnCluster):
+    """A model on GPUs, by their data sheets. target: with the memory and the links of the cluster's machines."""
 
-    target: Target
-    cluster: ClusterSpec
-    longest: int
     origin = Origin.MODELLED
 
-    def __post_init__(self) -> None:
-        self._made: dict[Candidate, Replicas] = {}
-        self.window = self.target.shape.sliding_window
-
-    @property
-    def config(self) -> EngineConfig:
-        """See Maker."""
-        return self.target.config
+    def __init__(self, target: Target, config: EngineConfig, cluster: ClusterSpec, longest: int) -> None:
+        check_modelled(config)
+        super().__init__(target, config, cluster, min(longest, target.context(config)), target.shape.sliding_window)
+        self.target = target
 
     @cached_property
     def needs(self) -> Needs:
-        """See Maker."""
+        """See ModelOnCluster."""
         shape, target = self.target.shape, self.target
-        request = self.longest * target.token_bytes(target.config)
         return Needs(
-            shape.num_layers, target.weight_bytes, request, 0.0, num_heads=shape.num_q_heads,
-            num_kv_heads=shape.num_kv_heads,
+            shape.num_layers, target.weight_bytes(self.config), self.longest * target.token_bytes(self.config), 0.0,
+            num_heads=shape.num_q_heads, num_kv_heads=shape.num_kv_heads,
         )  # fmt: skip
 
-    def replicas(self, candidate: Candidate) -> Replicas:
-        """See Maker."""
-        if candidate not in self._made:
-            (self._made[candidate],) = self._setup([candidate]).replicas
-        return self._made[candidate]
 
-    def ways(self, option: Option) -> Ways:
-        """See Maker. Caches of a pair stay within machines."""
-        parts = (option.prefill, option.decode) if isinstance(option, Pair) else (option,)
-        return self._setup(parts, in_pairs=isinstance(option, Pair)).ways
-
-    def setup(self, placement: Placement) -> Setup:
-        """See Maker."""
-        divisions = [Division(each.role, self.config, each.count, each.tp, each.pp) for each in placement.instances]
-        return self.target.setup(divisions, ClusterConfig(), in_pairs=placement.in_pairs)
-
-    def _setup(self, parts: Sequence[Candidate], *, in_pairs: bool = False) -> Setup:
-        divisions = [Division(each.role, self.config, 1, each.tp, each.pp) for each in parts]
-        return self.target.setup(divisions, ClusterConfig(), in_pairs=in_pairs)
-
-
-@dataclass
-class OnCores(Maker):
-    """Instances on cores of machines like this one, with measured latencies.
-
-    model  resolves their configurations; its latencies are those of instances with as many threads as cores
+class OnCores(ModelOnCluster):
+    """A model on cores of machines like this one, with measured latencies: those of instances with as many threads as
+    cores.
     """
 
-    model: LocalModel
-    cluster: ClusterSpec
-    longest: int
     origin = Origin.FITTED
 
-    def __post_init__(self) -> None:
-        self._made: dict[Candidate, Replicas | ConfigError] = {}
-        self.window = self.model.shape.sliding_window
-
-    @property
-    def config(self) -> EngineConfig:
-        """See Maker."""
-        return self.model.base
+    def __init__(self, model: LocalModel, config: EngineConfig, cluster: ClusterSpec, longest: int) -> None:
+        _, self.sizes, _ = model.resolved(config)
+        super().__init__(model, config, cluster, min(longest, self.sizes.max_context), model.shape.sliding_window)
+        self.num_layers = model.shape.num_layers
 
     @cached_property
     def needs(self) -> Needs:
-        """See Maker."""
-        sizes = self.model.sizes
-        return Needs(
-            self.model.shape.num_layers, sizes.weight_bytes, self.longest * sizes.bytes_per_token, PROCESS_BYTES
-        )
+        """See ModelOnCluster."""
+        sizes = self.sizes
+        return Needs(self.num_layers, sizes.weight_bytes, self.longest * sizes.bytes_per_token, PROCESS_BYTES)
 
-    def options_of(self, candidate: Candidate) -> Mapping[str, Any]:
-        """See Maker. Weights and cache fill the memory that belongs to the cores."""
-        found = dict(super().options_of(candidate))
+    def options_of(self, division: Division) -> dict[str, Any]:
+        """See ModelOnCluster. Weights and cache fill the memory that belongs to the cores."""
+        found = {"runtime.threads": division.cores} | super().options_of(division)
         if self.config.cache.memory == "auto":
-            sizes = self.model.sizes
-            room = self.cluster.slot_memory * candidate.cores - sizes.weight_bytes - PROCESS_BYTES
+            sizes = self.sizes
+            room = self.cluster.slot_memory * division.cores - sizes.weight_bytes - PROCESS_BYTES
             chunks = self.config.scheduler.max_running * -(-sizes.max_context // PAGE_TOKENS)
             found["cache.memory"] = int(min(room, chunks * (sizes.chunk_bytes + sizes.open_chunk_bytes)))
-        found.pop("runtime.threads", None)
-        return found
-
-    def replicas(self, candidate: Candidate) -> Replicas:
-        """See Maker."""
-        if candidate not in self._made:
-            options = {**self.options_of(candidate), "runtime.threads": candidate.cores}
-            try:
-                self._made[candidate] = self.model.replicas(candidate.role, self.config.with_options(options))
-            except ConfigError as error:
-                self._made[candidate] = error
-        found = self._made[candidate]
-        if isinstance(found, ConfigError):
-            raise found
-        return found
-
-    def ways(self, option: Option) -> Ways:
-        """See Maker."""
-        parts = (option.prefill, option.decode) if isinstance(option, Pair) else (option,)
-        return self._ways([self.replicas(each) for each in parts], within=isinstance(option, Pair))
-
-    def setup(self, placement: Placement) -> Setup:
-        """See Maker."""
-        within = placement.in_pairs
-        found = [
-            dataclasses.replace(self.replicas(self.candidate_of(each)), count=each.count)
-            for each in placement.instances
-        ]
-        return setup_of(found, self._ways(found, within=within), ClusterConfig(), in_pairs=within)
-
-    def _ways(self, replicas: Sequence[Replicas], *, within: bool) -> Ways:
-        # Instances on several machines are a Ray cluster's, where those of one machine use TCP, too.
-        transport = "shm" if self.cluster.nodes.count == 1 else "tcp"
-        ways = ways_of([each.plan.latency for each in replicas], transport)
-        return ways.across(None if within else self.cluster.network.between)
+        return found | {"runtime.threads": division.cores}
 
 
 @dataclass
-class Planner:
-    """Goodputs and bounds of options. What was found is kept.
+class OptionTrials:
+    """Goodputs and bounds of options, by simulation. What was found is kept.
 
     load     of one instance or pair
     slo      targets of the whole; a phase by itself must reach the square root of the share, so that both together
@@ -251,11 +189,11 @@ class Planner:
     on_run   is told of each simulation
     """
 
-    maker: Maker
+    model: ModelOnCluster
     load: Load
     slo: Slo
     seed: int = 0
-    workers: Workers | None = None
+    pool: Pool = field(default_factory=InProcess)
     on_run: Callable[[float, int, Outcome], None] = lambda rate, seed, outcome: None
     found: dict[Option, Goodput] = field(default_factory=dict)
 
@@ -266,16 +204,23 @@ class Planner:
     @cached_property
     def asked(self) -> Asked:
         """What the requests ask for at least."""
-        return asked_of(self.load.workload, self.maker.config.retain, self.maker.window)
+        return asked_of(self.load.workload, self.model.config.retain, self.model.window)
 
     def goodput_of(self, option: Option) -> Goodput:
-        """The goodput of one instance or pair, in requests/s, of so many requests that a queue that grows shows."""
+        """The goodput of one instance or pair, in requests/s. There are enough requests to show a queue that grows."""
         if option not in self.found:
-            self.found[option] = self._goodput(option)
+            self._check_work(option)
+            ceiling = self._bound(option, ANYTHING)
+            rough = self._rough.get(option)
+            guess = ceiling / 2 if rough is None or not rough.rate else LIKELY * rough.rate
+            attains, guess = self._tested.pop(option, (self._attains(option, guess), guess))
+            self.found[option] = find_goodput(
+                attains, ceiling, self.seed, SEEDS, CONFIRMATIONS, guess=guess, tolerance=TOLERANCE, probes=()
+            )
         return self.found[option]
 
     def serves(self, option: Option, rate: float) -> bool:
-        """Whether an option's goodput is at least so many requests/s, by the seeds of the search."""
+        """Whether an option sustains a rate, by the seeds of the search."""
         if rate > self._bound(option, ANYTHING):
             return False
         seeds = range(self.seed, self.seed + SEEDS)
@@ -297,17 +242,14 @@ class Planner:
         attains = self._attains_roughly(option)
         return rate <= self._bound(option, ANYTHING) and attains(rate, self.seed) >= attains.slo.attainment - ROUNDING
 
-    def _attains_roughly(self, option: Option) -> Attains:
-        return Attains(self._simulation(option, self.load), self._slo(option), workers=self.workers)
-
     def bound_of(self, option: Option) -> float:
         """Requests/s per GPU or machine that an option never exceeds."""
-        cluster = self.maker.cluster
+        cluster = self.model.cluster
         return self._bound(option, self._slo(option)) * cluster.slots_of_unit / option.num_slots
 
     def warned(self, placement: Placement) -> Placement:
         """The placement with a warning of what is left out."""
-        if not self.maker.config.tiers.is_on or not placement.count(Role.DECODE):
+        if not self.model.config.tiers.is_on or not placement.count(Role.DECODE):
             return placement
         told = (
             "instances that decode have no tiers in the search, only in the simulation of the whole; what they preempt"
@@ -317,7 +259,7 @@ class Planner:
 
     def joint(self, placement: Placement, rate: float, seed: int) -> Joint:
         """All instances of a placement at once, with the router. Each gets about as many requests as by itself."""
-        return Joint(self.maker.setup(placement), self._whole(placement), rate, seed)
+        return Joint(self.model.setup(placement), self._whole(placement), rate, seed)
 
     def replayed(self, placement: Placement, rate: float, seed: int) -> list[Joint]:
         """The same with the requests and the gaps that were recorded, scaled to the rate, and with as many that are
@@ -329,41 +271,30 @@ class Planner:
         if recorded.has_conversations or math.isinf(recorded.rate):
             return []
         drawn = dataclasses.replace(load, count=len(recorded.arrivals))
-        setup = self.maker.setup(placement)
+        setup = self.model.setup(placement)
         return [Joint(setup, each, rate, seed) for each in (dataclasses.replace(drawn, fitted=None), drawn)]
-
-    def _whole(self, placement: Placement) -> Load:
-        """As many requests as the instances of the most numerous role get by themselves."""
-        times = max(placement.count(role) for role in Role)
-        return dataclasses.replace(self.load, count=self.load.count * times)
 
     def queue_check(self, placement: Placement, seed: int) -> QueueCheck | None:
         """Of an instance for prompts, at half of its part of the predicted rate; None if none has only prompts."""
         instances = next((each for each in placement.instances if each.role == Role.PREFILL), None)
         if instances is None:
             return None
-        option, rate = self.maker.candidate_of(instances), placement.predicted.rate / instances.count / 2
-        return queue_check(self.maker.replicas(option), self.maker.ways(option), self.load, self._tpot, rate, seed)
+        setup, rate = self.model.setup_of(self.model.division_of(instances)), placement.predicted.rate
+        return queue_check(setup, self.load, self._tpot, rate / instances.count / 2, seed)
+
+    def _whole(self, placement: Placement) -> Load:
+        """As many requests as the instances of the most numerous role get by themselves."""
+        times = max(placement.count(role) for role in Role)
+        return dataclasses.replace(self.load, count=self.load.count * times)
 
     @property
     def _tpot(self) -> float:
         """Seconds per token of answers where nobody decodes."""
         return self.slo.tpot if math.isfinite(self.slo.tpot) else 0.0
 
-    def _goodput(self, option: Option) -> Goodput:
-        self._check_work(option)
-        ceiling = self._bound(option, ANYTHING)
-        rough = self._rough.get(option)
-        guess = ceiling / 2 if rough is None or not rough.rate else LIKELY * rough.rate
-        attains, guess = self._tested.pop(option, (self._attains(option, guess), guess))
-        return find_goodput(
-            attains, ceiling, self.seed, SEEDS, CONFIRMATIONS, guess=guess, tolerance=TOLERANCE, probes=()
-        )
-
     def _check_work(self, option: Option) -> None:
         """Raises PlacementError if an option has nothing to do."""
-        has_decoding = isinstance(option, Pair) or option.role is Role.DECODE
-        if has_decoding and not self.asked.tokens.any():
+        if Role.DECODE in _roles(option) and not self.asked.tokens.any():
             raise PlacementError("every answer has one token: nothing decodes; plan with --algorithm mixed")
 
     def _attains(self, option: Option, rate: float) -> Attains:
@@ -371,48 +302,35 @@ class Planner:
         slo = self._slo(option)
         load = self.load.lasting(min(2 * rate, self._bound(option, ANYTHING)), slo)
         first = self._simulation(option, self.load) if load.count > 2 * self.load.count else None
-        return Attains(self._simulation(option, load), slo, workers=self.workers, on_run=self.on_run, first=first)
+        return Attains(self._simulation(option, load), slo, pool=self.pool, on_run=self.on_run, first=first)
 
-    def _slo(self, option: Option) -> Slo:
-        """The targets that count for an option."""
-        alone = math.sqrt(self.slo.attainment)
-        if isinstance(option, Pair) or option.role is Role.MIXED:
-            return self.slo
-        if option.role is Role.PREFILL:
-            return Slo(ttft=self.slo.ttft, attainment=alone)
-        return Slo(tpot=self.slo.tpot, attainment=alone)
-
-    def _bound(self, option: Option, slo: Slo) -> float:
-        """Requests/s of one instance or pair."""
-        if isinstance(option, Pair):
-            first, second = (bound_of(self.maker.replicas(each)) for each in (option.prefill, option.decode))
-            rates = first.prompts(self.asked, slo), second.decoding(self.asked, slo)
-            return min(*rates, self._link_bound(option, option.decode))
-        bound = bound_of(self.maker.replicas(option))
-        if option.role is Role.MIXED:
-            return bound.mixed(self.asked, slo)
-        rate = bound.prompts if option.role is Role.PREFILL else bound.decoding
-        return min(rate(self.asked, slo), self._link_bound(option, option))
-
-    def _link_bound(self, option: Option, instance: Candidate) -> float:
-        """Requests/s whose caches the link of an instance can send, or bring."""
-        num_tokens = float(np.where(self.asked.tokens > 0, self.asked.rows, 0.0).mean())
-        seconds = num_tokens * seconds_per_token(self.maker.replicas(instance), self.maker.ways(option))
-        return 1 / seconds if seconds else math.inf
+    def _attains_roughly(self, option: Option) -> Attains:
+        return Attains(self._simulation(option, self.load), self._slo(option), pool=self.pool)
 
     def _simulation(self, option: Option, load: Load) -> Callable[[float, int], Simulation]:
         """Makes the simulation of a rate and a seed."""
-        ways, replicas, tpot = self.maker.ways(option), self.maker.replicas, self._tpot
-        if isinstance(option, Pair):
-            first, second = replicas(option.prefill), replicas(option.decode)
-            return lambda rate, seed: PairRun(
-                PromptRun(first, ways, load, tpot, rate, seed), DecodeRun(second, ways, load, rate, seed)
-            )
-        one = replicas(option)
-        if option.role is Role.PREFILL:
-            return lambda rate, seed: PromptRun(one, ways, load, tpot, rate, seed)
-        kind = DecodeRun if option.role is Role.DECODE else MixedRun
-        return lambda rate, seed: kind(one, ways, load, rate, seed)
+        return partial(part_of, self.model.setup_of(option), load, self._tpot)
+
+    def _slo(self, option: Option) -> Slo:
+        """The targets that count for an option."""
+        alone, roles = math.sqrt(self.slo.attainment), _roles(option)
+        if roles == {Role.PREFILL}:
+            return Slo(ttft=self.slo.ttft, attainment=alone)
+        return Slo(tpot=self.slo.tpot, attainment=alone) if roles == {Role.DECODE} else self.slo
+
+    def _bound(self, option: Option, slo: Slo) -> float:
+        """Requests/s of one instance or pair: of its steps, and of its link, if caches are sent."""
+        setup = self.model.setup_of(option)
+        rate = joint_bound([(each.role, 1, bound_of(each)) for each in setup.replicas], self.asked, slo)
+        if _roles(option) == {Role.MIXED}:
+            return rate
+        num_tokens = float(np.where(self.asked.tokens > 0, self.asked.rows, 0.0).mean())
+        seconds = num_tokens * seconds_per_token(setup.replicas[-1], setup.ways)
+        return min(rate, 1 / seconds if seconds else math.inf)
+
+
+def _roles(option: Option) -> set[Role]:
+    return {each.role for each in option.divisions}
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What to simulate: instances, their stores, and the ways between them, as a server of this machine would have them.
 
-`LocalModel` resolves a configuration for each role as an instance does when it starts: with its share of the cores and
-of the memory, and with the options that a placement gives it. `quire.simulation.hardware` does the same for GPUs that
-are not here. A `Setup` is a value that other processes can have too.
+`LocalModel` makes candidates of a cluster's settings as a server does, with a share of the cores and of the memory for
+each instance, and resolves their configurations as an instance does when it starts. `quire.simulation.hardware` does
+the same for GPUs that are not here. A `Setup` is a value that other processes can have too.
 
 What differs from a server: each instance has a disk of its own, where instances of one machine share a folder.
 """
@@ -10,6 +10,7 @@ What differs from a server: each instance has a disk of its own, where instances
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 from collections import Counter
@@ -33,6 +34,7 @@ from quire.models.weights import open_model
 from quire.planning.latency import Latency, LatencyModel, Link
 from quire.planning.placement_file import Instances, Placement
 from quire.simulation.arrivals import Arrivals, Disk
+from quire.simulation.candidate import Candidate, InstanceGroup, counts_of
 from quire.simulation.cluster import Alone, Front, Place, SimulatedCluster
 from quire.simulation.engine import Plan, check_simulated, make_engine
 from quire.simulation.events import Events, StepClock
@@ -62,8 +64,6 @@ LINKS = {
 }
 """Ways of the cache, if they were not measured. shm and tcp: `benchmarks/links.py` on two cores of an EPYC. disk: an
 SSD on SATA. pinned: half of what PCIe gen 4 can do."""
-
-ROLES = ("prefill", "decode", "mixed")
 
 LatencyOf = Callable[[str, EngineConfig, str], Latency]
 """The latencies of an instance, by its role, its configuration without automatic values, and the checkpoint's
@@ -243,20 +243,22 @@ class LocalModel:
     """A checkpoint, and the engines that this machine would make of it. Equal ones are planned once.
 
     name        as for `LLM`
-    base        configuration of the engines, with automatic values
-    latency_of  their latencies
-    config      `base` without automatic values
+    latency_of  latencies of instances. Other processes can have the model if they can have this
     """
 
-    def __init__(self, name: str, base: EngineConfig, latency_of: LatencyOf) -> None:
-        self.name, self.base = name, base
+    def __init__(self, name: str, latency_of: LatencyOf) -> None:
+        self.name, self.latency_of = name, latency_of
         self.path = resolve_model(name)
         self.model_id = fingerprint(self.path)
         with open_model(self.path) as checkpoint:
             self.shape: ModelShape = checkpoint.shape
-        self._latency_of = latency_of
         self._planned: dict[tuple[str, EngineConfig], Replicas] = {}
-        self.config, self.sizes, _ = self.resolved(base)
+
+    def with_latencies(self, latency_of: LatencyOf) -> LocalModel:
+        """The same checkpoint with other latencies."""
+        found = copy.copy(self)
+        found.latency_of, found._planned = latency_of, {}
+        return found
 
     def resolved(self, config: EngineConfig) -> tuple[EngineConfig, EngineSizes, Calibration | None]:
         """A configuration without automatic values, and what fits under it. Raises ConfigError for what cannot be
@@ -272,64 +274,69 @@ class LocalModel:
             with silent():  # about threads: another machine may have more cores
                 return *resolve(config, checkpoint.shape, checkpoint, calibration), calibration
 
-    def replicas(self, role: str, base: EngineConfig, count: int = 1) -> Replicas:
-        """Equal instances. base: their configuration, with automatic values."""
-        key = role, base
+    def replicas(self, group: InstanceGroup) -> Replicas:
+        """A group that is simulated."""
+        key = group.role, group.config
         if key not in self._planned:
-            config, sizes, calibration = self.resolved(base)
-            latency = self._latency_of(role, config, self.model_id)
+            config, sizes, calibration = self.resolved(group.config)
+            latency = self.latency_of(group.role, config, self.model_id)
             plan = Plan(self.shape, config, sizes, latency, calibration, self.model_id)
             threads = config.runtime.threads
             unit = f"{threads} thread{'s' * (threads != 1)}" if config.runtime.device == "cpu" else "1 GPU"
-            self._planned[key] = Replicas(role, plan, unit=unit)
-        found = self._planned[key]
-        tiers = tiers_of(found.config, ways_of([found.plan.latency]))
-        return Replicas(role, found.plan, count, tiers, found.unit)
+            self._planned[key] = Replicas(group.role, plan, 1, tiers_of(config, ways_of([latency])), unit)
+        return replace(self._planned[key], count=group.count)
 
-    def setup(self, settings: ClusterConfig, placement: Placement | None = None) -> Setup:
-        """What a server with these settings has, as `Cluster` starts it. placement: of instances, in place of their
-        numbers.
+    def candidate(self, base: EngineConfig, settings: ClusterConfig, placement: Placement | None = None) -> Candidate:
+        """What a server with these settings has, as `Cluster` starts it.
+
+        base       configuration of the engines, with automatic values
+        placement  of instances, in place of their numbers
         """
         if not settings.is_on and placement is None:
-            alone = self.replicas("mixed", self.base)
-            return Setup((alone,), ways_of([alone.plan.latency]), is_cluster=False)
-        for each in () if placement is None else placement.instances:
+            return Candidate((InstanceGroup("mixed", base),))
+        instances, hosts = tuple(Instances(role, count) for role, count in counts_of(settings)), None
+        if placement is not None:
+            instances, hosts = placement.instances, placement.hosts
+        for each in instances:
             if each.tp * each.pp > 1:
                 raise ConfigError(
                     f"the placement has instances with tp {each.tp} pp {each.pp}, and an engine here has one device;"
                     " --hardware NAME simulates more"
                 )
-        counts = [(role, getattr(settings, role)) for role in ROLES]
-        usual = tuple(Instances(role, count) for role, count in counts if count)
-        instances = usual if placement is None else placement.instances
-        hosts = None if placement is None else placement.hosts
         is_local = settings.address is None and (hosts is None or hosts.count == 1)
-        options = shared_options(instances, self.base.to_options(), None, is_local=is_local)
-        common = self.base.with_options(options)
+        options = shared_options(instances, base.to_options(), None, is_local=is_local)
+        common = base.with_options(options)
         _, sizes, _ = self.resolved(common)
         model = ServedModel(self.name, options, None, common, sizes.weight_bytes, sizes.cache_bytes)
         # A placement for another machine says how many cores that one has.
         threads = [str(each.options.get("runtime.threads", "")) for each in instances]
         given = sum(int(own) * each.count for own, each in zip(threads, instances, strict=True) if own.isdecimal())
         specs = Counter(specs_of(instances, model, max(given, len(os.sched_getaffinity(0))), is_local=is_local))
-        replicas = [
-            self.replicas(spec.role, common.with_options(dict(spec.settings.options)), count)
+        groups = tuple(
+            InstanceGroup(spec.role, common.with_options(dict(spec.settings.options)), count)
             for spec, count in specs.items()
-        ]
+        )
         transport = "tcp" if settings.transport == "tcp" or not is_local else "shm"
-        ways = ways_of([each.plan.latency for each in replicas], transport)
         in_pairs = settings.placement == "pairs" if placement is None else placement.in_pairs and not is_local
         between = None if hosts is None or in_pairs else hosts.between
-        return setup_of(replicas, ways.across(between), settings, in_pairs=in_pairs)
+        return Candidate(groups, settings, transport, between, in_pairs)
+
+    def setup(self, candidate: Candidate) -> Setup:
+        """See Maker."""
+        replicas = [self.replicas(each) for each in candidate.groups]
+        ways = ways_of([each.plan.latency for each in replicas], candidate.transport).across(candidate.between)
+        return setup_of(replicas, ways, candidate)
 
 
-def setup_of(replicas: Sequence[Replicas], ways: Ways, settings: ClusterConfig, *, in_pairs: bool = False) -> Setup:
-    """Instances behind a router, as `Supervisor` has it."""
-    config = replicas[0].config
+def setup_of(replicas: Sequence[Replicas], ways: Ways, candidate: Candidate) -> Setup:
+    """The instances of a candidate behind a router, as `Supervisor` has it, or the only one by itself."""
+    settings, config = candidate.cluster, replicas[0].config
+    if settings is None:
+        return Setup(tuple(replicas), ways, is_cluster=False)
     return Setup(
         tuple(replicas),
         ways,
-        in_pairs=in_pairs,
+        in_pairs=candidate.in_pairs,
         routing=settings.routing,
         shares=config.cache.share,
         fetches=config.cache.share and not config.retain.is_on,

@@ -1,4 +1,4 @@
-"""The instances that a placement may consist of: their division, their slots and the memory that they need.
+"""How the instances of a placement may be divided: their slots, and the memory that they need.
 
 A stage of an instance takes `tp` GPUs of one machine; `pp` stages may be on different machines. An instance on a
 machine without GPUs takes cores of one machine.
@@ -24,8 +24,8 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """An instance that may be part of a placement.
+class Division:
+    """How an instance is divided among slots.
 
     tp     GPUs that share every layer; intra-op parallelism
     pp     stages, each with a part of the layers; inter-op parallelism
@@ -42,6 +42,11 @@ class Candidate:
         assert not self.cores or self.tp == self.pp == 1, f"{self!r} divides an instance without GPUs"
 
     @property
+    def divisions(self) -> tuple[Division, ...]:
+        """The instances of an option: this one."""
+        return (self,)
+
+    @property
     def stage_slots(self) -> int:
         """Slots that must be on one machine."""
         return self.cores or self.tp
@@ -53,7 +58,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Of equally good candidates the one with the smallest order is taken: fewest slots, then fewest stages."""
+        """Of equally good divisions the one with the smallest order is taken: fewest slots, then fewest stages."""
         return self.num_slots, self.pp
 
     def __str__(self) -> str:
@@ -68,12 +73,17 @@ class Pair:
     Both have the same layers on a stage, so a cache never leaves its machine.
     """
 
-    prefill: Candidate
-    decode: Candidate
+    prefill: Division
+    decode: Division
 
     def __post_init__(self) -> None:
         assert (self.prefill.role, self.decode.role) == (Role.PREFILL, Role.DECODE), repr(self)
         assert self.prefill.pp == self.decode.pp, f"stages of {self} hold different layers"
+
+    @property
+    def divisions(self) -> tuple[Division, ...]:
+        """The instances of an option: both."""
+        return self.prefill, self.decode
 
     @property
     def pp(self) -> int:
@@ -92,14 +102,14 @@ class Pair:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """See Candidate."""
+        """See Division."""
         return self.num_slots, self.pp, self.prefill.stage_slots
 
     def __str__(self) -> str:
         return f"{self.prefill} with {self.decode}"
 
 
-Option = Candidate | Pair
+Option = Division | Pair
 
 
 @dataclass(frozen=True)
@@ -123,9 +133,7 @@ class Needs:
 
     def divides(self, option: Option) -> bool:
         """Whether the heads can be divided among the GPUs of a stage."""
-        if isinstance(option, Pair):
-            return self.divides(option.prefill) and self.divides(option.decode)
-        return self.num_heads % option.tp == 0
+        return all(self.num_heads % each.tp == 0 for each in option.divisions)
 
     def lack(self, option: Option, cluster: ClusterSpec) -> str | None:
         """Why an option cannot run on the cluster, as a sentence; None if it can.
@@ -159,7 +167,7 @@ def degrees(cluster: ClusterSpec) -> list[int]:
     return [size for size in sizes if cluster.has_gpus or slots % size == 0 or size & (size - 1) == 0]
 
 
-def candidates(cluster: ClusterSpec, num_layers: int, role: Role) -> list[Candidate]:
+def divisions(cluster: ClusterSpec, num_layers: int, role: Role) -> list[Division]:
     """Every instance of a role for which the cluster has slots, in the order of `order`.
 
     Source: DistServe, arXiv 2401.09670, Algorithm 1: tp up to the GPUs M of a machine, pp up to N * M / tp with N
@@ -167,11 +175,9 @@ def candidates(cluster: ClusterSpec, num_layers: int, role: Role) -> list[Candid
     """
     sizes = degrees(cluster)
     if not cluster.has_gpus:
-        return [Candidate(role, cores=size) for size in sizes]
+        return [Division(role, cores=size) for size in sizes]
     found = [
-        Candidate(role, tp, pp)
-        for tp in sizes
-        for pp in range(1, _most_stages(cluster, num_layers, stage_slots=tp) + 1)
+        Division(role, tp, pp) for tp in sizes for pp in range(1, _most_stages(cluster, num_layers, stage_slots=tp) + 1)
     ]
     return sorted(found, key=lambda each: each.order)
 
@@ -186,10 +192,10 @@ def pairs(cluster: ClusterSpec, num_layers: int) -> list[Pair]:
     found: list[Pair] = []
     for first, second in itertools.product(sizes, sizes):
         if not cluster.has_gpus and first + second <= cluster.slots:
-            found.append(Pair(Candidate(Role.PREFILL, cores=first), Candidate(Role.DECODE, cores=second)))
+            found.append(Pair(Division(Role.PREFILL, cores=first), Division(Role.DECODE, cores=second)))
         if cluster.has_gpus:
             found += [
-                Pair(Candidate(Role.PREFILL, first, pp), Candidate(Role.DECODE, second, pp))
+                Pair(Division(Role.PREFILL, first, pp), Division(Role.DECODE, second, pp))
                 for pp in range(1, _most_stages(cluster, num_layers, stage_slots=first + second) + 1)
             ]
     return sorted(found, key=lambda each: each.order)
