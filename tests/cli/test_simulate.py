@@ -21,7 +21,8 @@ from quire.planning.fitted import fit
 from quire.planning.latency import LatencyModel
 from quire.planning.placement_file import Instances, Placement, Predicted
 from quire.planning.workload import Arrival, Span, Workload
-from quire.simulation.load import Load, Run
+from quire.simulation.load import Load
+from quire.simulation.run import Run
 from quire.simulation.setup import LocalModel, Setup
 from tests.tiny_models import save_tiny
 
@@ -120,7 +121,7 @@ def test_processes_that_simulate_never_see_an_interrupt() -> None:
     script = """
 from pathlib import Path
 from types import SimpleNamespace
-from quire.simulation.load import Workers
+from quire.simulation.pool import Workers
 
 def is_blocked(status):
     fields = dict(line.split(":", 1) for line in status.splitlines())

@@ -20,7 +20,7 @@ from quire.evaluation.auto import within
 from quire.evaluation.curves import Quality, Text
 from quire.evaluation.latency_bench import settings_of as speed_settings
 from quire.evaluation.speeds import Speeds
-from quire.evaluation.trying import Parts, fresh_seeds
+from quire.evaluation.trying import Slices, fresh_seeds
 from quire.planning.auto import Rung, Trial
 from quire.planning.curves import Curve
 from quire.planning.fitted import fit
@@ -109,21 +109,21 @@ def test_gpus_that_are_not_here_are_planned_for(
 
 def test_parts_of_a_trace_begin_elsewhere_for_each_seed_and_keep_their_gaps() -> None:
     load = Workload("w", [Arrival(float(index**2), (Span(index, 5),), 1) for index in range(10)])
-    parts = Parts(load, 4)
+    parts = Slices(load, 4)
     first, second = (parts.drawn(None, seed) for seed in (0, 1))
     assert [each.prompt[0].id for each in first.arrivals] == [0, 1, 2, 3]
     assert [each.prompt[0].id for each in second.arrivals] == [4, 5, 6, 7]
     assert [each.at for each in second.arrivals] == [0.0, 9.0, 20.0, 33.0]
     faster = parts.drawn(2 * second.rate, 1)
     assert [each.at for each in faster.arrivals] == [0.0, 4.5, 10.0, 16.5]
-    assert len(Parts(load, 20).drawn(None, 3).arrivals) == 10
+    assert len(Slices(load, 20).drawn(None, 3).arrivals) == 10
 
 
 def test_fresh_seeds_draw_requests_that_no_other_seed_draws() -> None:
-    def parts(num_requests: int, after: int = -1) -> Parts:
+    def parts(num_requests: int, after: int = -1) -> Slices:
         arrivals = [Arrival(float(index), (Span(index, 5),), 1) for index in range(num_requests)]
         arrivals[-1] = replace(arrivals[-1], after=after)
-        return Parts(Workload("w", arrivals), 4)
+        return Slices(Workload("w", arrivals), 4)
 
     for num_requests, seed, count in ((15, 0, 2), (12, 5, 2), (8, 1, 1), (7, 0, 0), (3, 0, 0)):
         load = parts(num_requests)

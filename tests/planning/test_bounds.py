@@ -17,9 +17,10 @@ from quire.planning.devices import DEVICES
 from quire.planning.latency import Latency, LatencyModel, StepWork, pairs_of
 from quire.planning.slo import ANYTHING, Slo
 from quire.planning.workload import Arrival, Span, Workload
+from quire.simulation.attains import bound_of, ceiling_of
 from quire.simulation.bulk import simulate_bulk
 from quire.simulation.engine import Plan
-from quire.simulation.load import bound_of, ceiling_of, run_of
+from quire.simulation.run import run_of
 from quire.simulation.setup import Replicas, Setup
 from tests.effort import tries
 from tests.engines import chunk_bytes

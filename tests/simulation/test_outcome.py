@@ -15,10 +15,10 @@ from quire.planning.latency import LatencyModel, Origin, StepWork
 from quire.planning.queueing import waits
 from quire.planning.slo import Slo
 from quire.planning.workload import Arrival, Span, Workload
+from quire.simulation.attains import Attains
 from quire.simulation.bulk import simulate_bulk
 from quire.simulation.cluster import Alone
 from quire.simulation.engine import make_engine
-from quire.simulation.load import Attains
 from quire.simulation.outcome import Outcome, Used
 from quire.simulation.simulate import simulate
 from tests.benchmark_scripts import benchmark

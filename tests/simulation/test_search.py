@@ -16,10 +16,11 @@ from quire.planning.placement import PlacementError
 from quire.planning.placement_file import Instances, Placement, Predicted
 from quire.planning.slo import Slo
 from quire.planning.workload import Arrival, Span, Workload
-from quire.simulation import phases
-from quire.simulation.load import Load, Run
-from quire.simulation.phases import DecodeRun, PromptRun, part_of
-from quire.simulation.search import Joint, OptionTrials
+from quire.simulation import parts
+from quire.simulation.load import Load
+from quire.simulation.parts import Parts, begun, decoded
+from quire.simulation.run import Run, quickly
+from quire.simulation.search import OptionTrials
 from quire.simulation.setup import Setup
 from tests.cli.test_plan_placement import _quick as _quick
 from tests.cli.test_plan_placement import made_workload, planner
@@ -61,11 +62,11 @@ def test_prompts_whose_steps_are_skipped_take_as_long_as_an_engine_s(
     made = planner(Slo(0.4, 0.04, 0.9), 120)
     setup = made.model.setup_of(option)
     for rate in (2.0, 8.0, 20.0):
-        run, drawn = PromptRun(setup.replicas[0], setup.ways, made.load, 0.01, rate, 0), made.load.drawn(rate, 0)
-        skipped = run.of(drawn)
+        given = setup.replicas[0], setup.ways, made.load.drawn(rate, 0), 0.01, 0
+        skipped = begun(*given)
         with monkeypatch.context() as patch:
-            patch.setattr(phases, "may_skip", lambda replicas: False)
-            whole = run.of(drawn)
+            patch.setattr(parts, "may_skip", lambda replicas: False)
+            whole = begun(*given)
         assert skipped.first == pytest.approx(whole.first, abs=1e-9), rate
         assert skipped.num_cached.tolist() == whole.num_cached.tolist()
 
@@ -153,7 +154,7 @@ def test_runs_last_long_enough_for_a_queue_that_grows_to_show() -> None:
     found = made.goodput_of(option)
     assert found.rate > 0 and not found.notes
     longer = dataclasses.replace(made.load, count=1000)
-    run = part_of(made.model.setup_of(option), longer, 0.0, found.rate, 77)
+    run = Run(made.model.setup_of(option), longer, found.rate, 77, Parts())
     assert run.outcome().attainment(slo) >= 0.85
 
 
@@ -162,11 +163,10 @@ def test_only_what_the_receiver_lacks_is_sent() -> None:
     prompts = [(Span(1, 256), Span(2, 44)), (Span(1, 256), Span(3, 44))]
     workload = Workload("alike", [Arrival(10.0 * index, prompt, 5) for index, prompt in enumerate(prompts)])
     made = planner(Slo(), between=200_000_000, workload=workload)
-    run = made._simulation(Division(Role.DECODE), made.load)(0.1, 0)
-    assert isinstance(run, DecodeRun)
-    found = run.of(workload)
+    setup = made.model.setup_of(Division(Role.DECODE))
+    found = decoded(setup.replicas[0], setup.ways, workload, 0)
     first, second = (found.last - found.first).tolist()
-    assert first - second == pytest.approx(256 * run.replicas.plan.sizes.bytes_per_token / 2e8, rel=1e-3)
+    assert first - second == pytest.approx(256 * setup.replicas[0].plan.sizes.bytes_per_token / 2e8, rel=1e-3)
 
 
 @pytest.mark.parametrize("option", [OPTIONS_OF_GPUS[1], OPTIONS_OF_GPUS[3]], ids=str)
@@ -203,7 +203,7 @@ def test_a_whole_setup_is_simulated_with_its_routing() -> None:
     planned = planner(Slo())
     load = Load(made_workload(40), 40)
     found = {
-        routing: Joint(setup_of_three(planned, routing=routing), load, 12.0, 0).outcome().last
+        routing: Run(setup_of_three(planned, routing=routing), load, 12.0, 0, quickly).outcome().last
         for routing in ("expected", "queue", "affinity")
     }
     for routing, last in found.items():
@@ -216,8 +216,8 @@ def test_a_cluster_that_fetches_prefixes_skips_no_steps() -> None:
     planned = planner(Slo())
     alike = Workload("alike", [Arrival(0.1 * each, (Span(1, 256), Span(10 + each, 40)), 5) for each in range(20)])
     load, setup = Load(alike, 20), setup_of_three(planned)
-    found = Joint(setup, load, 12.0, 0).outcome()
+    found = Run(setup, load, 12.0, 0, quickly).outcome()
     assert np.array_equal(found.last, Run(setup, load, 12.0, 0).outcome().last)
     assert any("neighbour" in str(each.counters) for each in found.used)
-    alone = Joint(dataclasses.replace(setup, fetches=False), load, 12.0, 0).outcome()
+    alone = Run(dataclasses.replace(setup, fetches=False), load, 12.0, 0, quickly).outcome()
     assert not any("neighbour" in str(each.counters) for each in alone.used)

@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     slo = _checked(args)
     from quire.evaluation.placements import PlacementGoal, best_of, completed, search_placements
     from quire.planning.cluster_file import read_cluster
-    from quire.simulation.load import Load, pool_of
+    from quire.simulation.load import Load
+    from quire.simulation.pool import pool_of
     from quire.version import __version__
 
     cluster = read_cluster(args.cluster_file)

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         shared.check_plot(args.plot)
     scenario = _scenario(args)
-    from quire.simulation.load import pool_of
+    from quire.simulation.pool import pool_of
 
     warnings = scenario.warnings()
     if not args.json:

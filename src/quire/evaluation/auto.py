@@ -15,12 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import cast
 
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
 from quire.evaluation.curves import WINDOWS, Quality, Text
-from quire.evaluation.trying import Parts, Trying, fresh_seeds
+from quire.evaluation.trying import Slices, Trying, fresh_seeds
 from quire.planning.auto import RUNGS, NoPlanError, Rung, Search, Trial, is_open
 from quire.planning.bounds import Bound, joint_bound
 from quire.planning.composed import profile_of
@@ -32,8 +31,10 @@ from quire.planning.points import Found, Left, Point, Room, Why
 from quire.planning.slo import ANYTHING, Slo
 from quire.planning.space import Settings, Space
 from quire.planning.workload import Workload
+from quire.simulation.attains import asked_of
 from quire.simulation.candidate import Candidate, Maker, counts_of
-from quire.simulation.load import InProcess, Load, Pool, Simulation, asked_of, pool_of
+from quire.simulation.load import Load
+from quire.simulation.pool import InProcess, Pool, pool_of
 
 log = logging.getLogger("quire")
 
@@ -257,7 +258,7 @@ class Planner(ABC):
                 f"gaps between requests are no gamma distribution (KS distance {load.fitted.ks_gaps:.2f}): parts of the"
                 " trace itself are simulated, with its own gaps at other rates"
             )
-            load = Parts(load.workload, load.count)
+            load = Slices(load.workload, load.count)
             if not fresh_seeds(load, self.goal.seed):
                 told.append(
                     f"the goodput is not confirmed with other requests: the trace has no second {load.count} without"
@@ -362,9 +363,7 @@ class Planner(ABC):
             else:
                 limits = floor, self._ceilings[point.key]
                 jobs[index] = Trying(*self.candidate(point), load, slo, limits, guess, rung, self.goal.seed, end)
-        # A pool runs anything that has a count and an outcome.
-        results = self._pool.run(cast("list[Simulation]", list(jobs.values())))
-        found |= dict(zip(jobs, cast("list[Goodput | None]", results), strict=True))
+        found |= dict(zip(jobs, self._pool.run(list(jobs.values())), strict=True))
         return [found[index] for index in range(len(trials))]
 
     def made(self, settings: Settings, share: float) -> Point | None:

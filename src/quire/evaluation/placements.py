@@ -20,10 +20,12 @@ from quire.planning.divisions import Option, Role, divisions
 from quire.planning.placement import PLACERS, Budget, PlacementError, Rough, Search
 from quire.planning.placement_file import Gpus, Hosts, Placement
 from quire.planning.slo import Slo
-from quire.simulation.load import Load, Pool
+from quire.simulation.load import Load
 from quire.simulation.outcome import Outcome
+from quire.simulation.pool import Pool
 from quire.simulation.queue_check import QueueCheck
-from quire.simulation.search import CONFIRMATIONS, SEEDS, Joint, ModelOnCluster, OptionTrials
+from quire.simulation.run import Run
+from quire.simulation.search import CONFIRMATIONS, SEEDS, ModelOnCluster, OptionTrials
 
 JOINT_SEEDS = 2
 """Number of simulations of a whole placement."""
@@ -149,11 +151,11 @@ def _placed(
         )
         return PlacementResult(algorithm, error=reason, searched=searched)
 
-    def outcomes(runs: Sequence[Joint]) -> list[Outcome]:
+    def outcomes(runs: Sequence[Run]) -> list[Outcome]:
         with progress(f"requests ({algorithm}, the placement as a whole)") as told:
             return trials.pool.run(runs, told)
 
-    def joint(rate: float) -> list[Joint]:
+    def joint(rate: float) -> list[Run]:
         return [trials.joint(found, rate, goal.fresh + index) for index in range(JOINT_SEEDS)]
 
     results = outcomes([*joint(said.rate), *trials.replayed(found, said.rate, goal.fresh)])

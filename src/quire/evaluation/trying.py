@@ -10,9 +10,11 @@ from quire.planning.auto import Rung
 from quire.planning.goodput import Goodput, goodput
 from quire.planning.slo import Slo
 from quire.planning.workload import Workload
+from quire.simulation.attains import LOWEST, Attains, noted
 from quire.simulation.candidate import Candidate, Maker
-from quire.simulation.load import LOWEST, Attains, Load, Run, Simulation, noted
-from quire.simulation.phases import part_of
+from quire.simulation.load import Load
+from quire.simulation.parts import Parts
+from quire.simulation.run import Run
 from quire.simulation.setup import Setup
 
 CONFIRMATIONS = 2
@@ -23,18 +25,18 @@ MOST_TPOT = 1.0
 
 
 @dataclass(frozen=True, eq=False)
-class Parts(Load):
-    """Parts of a workload without common requests: the seed says which. Gaps are those of the part, scaled."""
+class Slices(Load):
+    """Disjoint slices of a workload, chosen by seed. Gaps are those of the slice, scaled."""
 
     @property
-    def num_parts(self) -> int:
-        """Parts of `count` requests. Conversations are one part, because their requests follow each other."""
+    def num_slices(self) -> int:
+        """Slices of `count` requests. Conversations are one slice, because their requests follow each other."""
         columns = self.workload.columns
         return 1 if (columns.after >= 0).any() else max(1, len(self.workload.arrivals) // self.count)
 
     def drawn(self, rate: float | None, seed: int) -> Workload:
-        """See Load. Seeds that differ by a multiple of `num_parts` draw the same requests."""
-        first = seed % self.num_parts * self.count
+        """See Load. Seeds that differ by a multiple of `num_slices` draw the same requests."""
+        first = seed % self.num_slices * self.count
         if not first:
             return super().drawn(rate, seed)
         columns = self.workload.columns
@@ -48,7 +50,7 @@ def fresh_seeds(load: Load, seed: int) -> tuple[int, ...]:
     """Seeds that draw other requests than a seed does, each of them others: CONFIRMATIONS, or fewer if there are not
     enough requests.
     """
-    parts = load.num_parts if isinstance(load, Parts) else 1
+    parts = load.num_slices if isinstance(load, Slices) else 1
     count = CONFIRMATIONS if load.fitted is not None else min(CONFIRMATIONS, parts - 1)
     return tuple(range(seed + 1, seed + 1 + count))
 
@@ -96,11 +98,11 @@ class Trying:
         roles = [(each.role, each.count) for each in setup.replicas]
         is_pair = roles == [("prefill", 1), ("decode", 1)]
 
-        def run(rate: float, seed: int) -> Simulation:
+        def run(rate: float, seed: int) -> Run:
             if time.monotonic() >= self.end:
                 raise _OverError
             if not setup.is_cluster or (is_pair and seed == self.seed):
-                return part_of(setup, self.load, min(self.slo.tpot, MOST_TPOT), rate, seed)
+                return Run(setup, self.load, rate, seed, Parts(min(self.slo.tpot, MOST_TPOT)))
             return Run(setup, self.load, rate, seed)
 
         fresh = fresh_seeds(self.load, self.seed) if self.rung.confirms else ()

@@ -17,7 +17,7 @@ from quire.planning.latency import StepWork, pairs_of
 from quire.planning.queueing import mean_wait, waits
 from quire.simulation.engine import Plan
 from quire.simulation.load import Load
-from quire.simulation.phases import PromptRun, prompts_of
+from quire.simulation.parts import begun, prompts_of
 from quire.simulation.setup import Setup
 
 
@@ -41,10 +41,10 @@ class QueueCheck:
 
 
 def queue_check(setup: Setup, load: Load, tpot: float, rate: float, seed: int) -> QueueCheck:
-    """Simulates one instance for prompts at a rate. tpot: see PromptRun."""
+    """Simulates one instance for prompts at a rate. tpot: see Parts."""
     (replicas,), ways = setup.replicas, setup.ways
     drawn = load.drawn(rate, seed)
-    outcome, workload = PromptRun(replicas, ways, load, tpot, rate, seed).of(drawn), prompts_of(drawn, tpot)
+    outcome, workload = begun(replicas, ways, drawn, tpot, seed), prompts_of(drawn, tpot)
     alone = np.array(
         [
             prompt_seconds(replicas.plan, cached, whole)

@@ -8,9 +8,11 @@ from typing import Any
 
 from quire.planning.goodput import Goodput
 from quire.planning.slo import Slo
-from quire.simulation.load import Attains, Load, Pool, Progress, Run, ceiling_of, find_goodput
+from quire.simulation.attains import Attains, ceiling_of, find_goodput
+from quire.simulation.load import Load
 from quire.simulation.outcome import Outcome
-from quire.simulation.search import Joint
+from quire.simulation.pool import Pool, Progress
+from quire.simulation.run import Run, quickly
 from quire.simulation.setup import Setup
 
 USUAL_RUNS = 20
@@ -58,7 +60,9 @@ class Scenario:
             done += 1
             progress(done, max(done, USUAL_RUNS))
 
-        attains = Attains(lambda rate, seed: Joint(self.setup, self.load, rate, seed), self.slo, (), pool, on_run)
+        attains = Attains(
+            lambda rate, seed: Run(self.setup, self.load, rate, seed, quickly), self.slo, (), pool, on_run
+        )
         found = find_goodput(attains, ceiling_of(self.setup, self.load.workload), seed)
         rate = found.rate or min(point.rate for point in found.points)
         return found, rate, Run(self.setup, self.load, rate, seed + 1).outcome()

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from statistics import fmean
 from typing import Any
 
@@ -28,23 +28,15 @@ from quire.planning.latency import Origin
 from quire.planning.placement import PlacementError
 from quire.planning.placement_file import Instances, Placement
 from quire.planning.slo import ANYTHING, Slo
+from quire.simulation.attains import Attains, asked_of, bound_of, find_goodput
 from quire.simulation.candidate import Candidate, InstanceGroup, Maker
 from quire.simulation.hardware import Target, check_modelled
-from quire.simulation.load import (
-    Attains,
-    InProcess,
-    Load,
-    Pool,
-    Progress,
-    Simulation,
-    asked_of,
-    bound_of,
-    find_goodput,
-    run_of,
-)
+from quire.simulation.load import Load
 from quire.simulation.outcome import Outcome
-from quire.simulation.phases import may_skip, part_of, seconds_per_token, skipping
+from quire.simulation.parts import Parts, seconds_per_token
+from quire.simulation.pool import InProcess, Pool
 from quire.simulation.queue_check import QueueCheck, queue_check
+from quire.simulation.run import Run, quickly
 from quire.simulation.setup import PROCESS_BYTES, LocalModel, Setup
 
 TOLERANCE = 0.03
@@ -257,11 +249,11 @@ class OptionTrials:
         )
         return dataclasses.replace(placement, warnings=(*placement.warnings, told))
 
-    def joint(self, placement: Placement, rate: float, seed: int) -> Joint:
+    def joint(self, placement: Placement, rate: float, seed: int) -> Run:
         """All instances of a placement at once, with the router. Each gets about as many requests as by itself."""
-        return Joint(self.model.setup(placement), self._whole(placement), rate, seed)
+        return Run(self.model.setup(placement), self._whole(placement), rate, seed, quickly)
 
-    def replayed(self, placement: Placement, rate: float, seed: int) -> list[Joint]:
+    def replayed(self, placement: Placement, rate: float, seed: int) -> list[Run]:
         """The same with the requests and the gaps that were recorded, scaled to the rate, and with as many that are
         drawn. None where that tells nothing: for requests that all arrive at once, and for conversations, of which
         none is under way when a recording begins.
@@ -272,7 +264,7 @@ class OptionTrials:
             return []
         drawn = dataclasses.replace(load, count=len(recorded.arrivals))
         setup = self.model.setup(placement)
-        return [Joint(setup, each, rate, seed) for each in (dataclasses.replace(drawn, fitted=None), drawn)]
+        return [Run(setup, each, rate, seed, quickly) for each in (dataclasses.replace(drawn, fitted=None), drawn)]
 
     def queue_check(self, placement: Placement, seed: int) -> QueueCheck | None:
         """Of an instance for prompts, at half of its part of the predicted rate; None if none has only prompts."""
@@ -307,9 +299,10 @@ class OptionTrials:
     def _attains_roughly(self, option: Option) -> Attains:
         return Attains(self._simulation(option, self.load), self._slo(option), pool=self.pool)
 
-    def _simulation(self, option: Option, load: Load) -> Callable[[float, int], Simulation]:
+    def _simulation(self, option: Option, load: Load) -> Callable[[float, int], Run]:
         """Makes the simulation of a rate and a seed."""
-        return partial(part_of, self.model.setup_of(option), load, self._tpot)
+        setup, driver = self.model.setup_of(option), Parts(self._tpot)
+        return lambda rate, seed: Run(setup, load, rate, seed, driver)
 
     def _slo(self, option: Option) -> Slo:
         """The targets that count for an option."""
@@ -331,33 +324,3 @@ class OptionTrials:
 
 def _roles(option: Option) -> set[Role]:
     return {each.role for each in option.divisions}
-
-
-@dataclass(frozen=True)
-class Joint:
-    """A whole setup, of which only times count. Equal instances that do both skip steps where that changes nothing."""
-
-    setup: Setup
-    load: Load
-    rate: float
-    seed: int
-
-    def __post_init__(self) -> None:
-        self.setup.measure()
-
-    @property
-    def count(self) -> int:
-        """See Simulation."""
-        return self.load.count
-
-    def outcome(self, progress: Progress = lambda done, total: None) -> Outcome:
-        """See Simulation."""
-        setup, workload = self.setup, self.load.drawn(self.rate, self.seed)
-        first, *others = setup.replicas
-        fetches = setup.fetches and first.count > 1 and bool(workload.cached_tokens.any())
-        if others or first.role != Role.MIXED or not may_skip(first) or fetches:
-            found = run_of(setup, workload, self.seed, progress)
-        else:
-            messages = setup.ways.server + setup.ways.hop * setup.is_cluster
-            found = skipping(first, workload, messages, progress, setup.routing)
-        return found.counting(workload.counted)

@@ -195,10 +195,13 @@ class Setup:
                 numbers[each.role] += 1
         return found
 
-    def measure(self) -> None:
-        """Measures the instances of a cluster, once, before other processes get copies of them."""
+    def measure(self, *, all_roles: bool) -> None:
+        """Measures the instances of a cluster, or those for prompts among them, once, before other processes get copies
+        of them.
+        """
         for each in self.replicas if self.is_cluster else ():
-            _ = each.capacity
+            if all_roles or each.role == "prefill":
+                _ = each.capacity
 
     def front_of(self, events: Events) -> Front:
         """What `simulate` gives the requests to."""

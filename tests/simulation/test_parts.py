@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -12,9 +13,10 @@ from quire.planning.fitted import fit
 from quire.planning.goodput import Goodput
 from quire.planning.slo import Slo
 from quire.planning.workload import Arrival, Span, Workload
-from quire.simulation.load import Load, Run, noted
-from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun, arriving, prompts_of
-from quire.simulation.search import Joint
+from quire.simulation.attains import noted
+from quire.simulation.load import Load
+from quire.simulation.parts import Parts, arriving, prompts_of
+from quire.simulation.run import Run, quickly
 from quire.simulation.setup import Setup
 from tests.cli.test_simulate import folder as folder
 from tests.cli.test_simulate import local as local
@@ -31,13 +33,12 @@ def test_conversations_arrive_at_the_rate_that_is_asked_for(rate: float, local: 
     workload = Workload("chat", turns)
     load, setup = Load(workload, 60, fit(workload)), local()
     apart = local(ClusterConfig(prefill=1, decode=1))
-    first, second = apart.replicas
-    prompts, decoding = PromptRun(first, apart.ways, load, 0.01, rate, 0), DecodeRun(second, apart.ways, load, rate, 0)
-    runs = [Run(setup, load, rate), Run(apart, load, rate), prompts, decoding, PairRun(prompts, decoding)]
-    for run in [*runs, MixedRun(setup.replicas[0], setup.ways, load, rate, 0), Joint(apart, load, rate, 0)]:
+    phases = [dataclasses.replace(apart, replicas=(each,)) for each in apart.replicas]
+    runs = [Run(setup, load, rate), Run(apart, load, rate), Run(apart, load, rate, driver=quickly)]
+    for run in [*runs, *(Run(each, load, rate, driver=Parts(0.01)) for each in (setup, apart, *phases))]:
         outcome = run.outcome()
-        assert len(outcome.arrived) == pytest.approx(60, rel=0.15), type(run).__name__
-        assert outcome.offered == pytest.approx(rate, rel=0.15), type(run).__name__
+        assert len(outcome.arrived) == pytest.approx(60, rel=0.15), run
+        assert outcome.offered == pytest.approx(rate, rel=0.15), run
     assert Run(setup, Load(workload, 60), 4.0).outcome().offered < 3.5, "a replay begins with first turns alone"
 
 
@@ -60,10 +61,7 @@ def test_few_requests_for_a_loose_target_are_a_doubt() -> None:
 
 def test_a_pair_as_a_tandem_is_like_a_cluster(local: Callable[..., Setup]) -> None:
     setup, load = local(ClusterConfig(prefill=1, decode=1)), Load(made_workload(60), 60)
-    first, second = setup.replicas
-    tandem = PairRun(
-        PromptRun(first, setup.ways, load, 0.01, 10.0, 0), DecodeRun(second, setup.ways, load, 10.0, 0)
-    ).outcome()
+    tandem = Run(setup, load, 10.0, driver=Parts(0.01)).outcome()
     whole = Run(setup, load, 10.0).outcome()
     assert tandem.ttft.mean() == pytest.approx(whole.ttft.mean(), rel=0.05)
     assert tandem.tpot.mean() == pytest.approx(whole.tpot.mean(), rel=0.1)
