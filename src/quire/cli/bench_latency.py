@@ -48,12 +48,12 @@ def check(args: argparse.Namespace) -> None:
         shared.check_plot(args.plot)
 
 
-def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], bool]:
-    """Prints the steps by kind, and the model. Returns a row per kind, and True: it checks no result."""
+def run(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    """Prints the steps by kind, and the model. Returns a row per kind."""
     if args.steps:
-        return _fit_log(args, console), True
+        return _fit_log(args, console)
     with shared.measured_model(args, console) as llm:
-        return [row | shared.model_facts(llm) for row in _measure(args, llm, console)], True
+        return [row | shared.model_facts(llm) for row in _measure(args, llm, console)]
 
 
 def _measure(args: argparse.Namespace, llm: LLM, console: Console) -> list[dict[str, Any]]:
