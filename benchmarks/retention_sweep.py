@@ -153,28 +153,23 @@ def report(rows: list[Row], given: argparse.Namespace) -> str:
 
 def draw(rows: list[Row], file: Path) -> None:
     """Draws the curves."""
-    from quire.evaluation.plot import load_figure, save_figure
+    from quire.evaluation.plot import drawing, finish
 
-    figure = load_figure()(figsize=(9, 4), dpi=150, layout="constrained")
-    axes = figure.subplots(1, 2)
-    for kind, color, marker in (("threshold", "#0072b2", "o"), ("budget", "#d55e00", "s")):
-        points = sorted(
-            (statistics.fmean(row.resident), row.ratio, statistics.fmean(row.same), row.name)
-            for row in rows
-            if getattr(row, kind) is not None
-        )
-        for place, each in zip(axes, (1, 2), strict=True):
-            place.plot(
-                [point[0] for point in points], [point[each] for point in points], marker + "-", color=color, label=kind
+    with drawing(file, 9, 4) as figure:
+        axes = figure.subplots(1, 2)
+        for kind, color, marker in (("threshold", "#0072b2", "o"), ("budget", "#d55e00", "s")):
+            points = sorted(
+                (statistics.fmean(row.resident), row.ratio, statistics.fmean(row.same), row.name)
+                for row in rows
+                if getattr(row, kind) is not None
             )
-            for point in points:
-                place.annotate(point[3], (point[0], point[each]), xytext=(3, 4), textcoords="offset points", fontsize=7)
-    for place, label in zip(axes, ("perplexity to the full cache's", "same most probable token"), strict=True):
-        place.set_xlabel("bytes held behind the prompt, of the full cache's")
-        place.set_ylabel(label)
-        place.grid(alpha=0.3)
-        place.legend(frameon=False)
-    save_figure(figure, file)
+            for place, each in zip(axes, (1, 2), strict=True):
+                spots = [(point[0], point[each]) for point in points]
+                place.plot([x for x, _ in spots], [y for _, y in spots], marker + "-", color=color, label=kind)
+                for point, spot in zip(points, spots, strict=True):
+                    place.annotate(point[3], spot, xytext=(3, 4), textcoords="offset points", fontsize=7)
+        for place, label in zip(axes, ("perplexity to the full cache's", "same most probable token"), strict=True):
+            finish(place, "bytes held behind the prompt, of the full cache's", label)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python benchmarks/tier_trace.py --data DIR --requests 200       # about 7 minutes
     python benchmarks/tier_trace.py --data DIR --quick              # 300 requests of 4 tokens a block: a minute
 
-DIR has mooncake_conversation.jsonl. Prompts are those of `quire bench trace`: 32 tokens for each block of 512, the same
+DIR has mooncake_conversation.jsonl. Prompts are those of trace_replay.py: 32 tokens for each block of 512, the same
 tokens for the same hash. The requests are replayed one after another, with one token out. The arena has a quarter of
 the distinct chunks of the trace; the disk has room for all, and is not throttled.
 
@@ -25,7 +25,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 from common import append_record, format_table, median
@@ -48,14 +47,14 @@ from tiers import (
     tier_arguments,
     token_ids,
 )
+from trace_replay import TraceReplay, add_trace, count_chunks, count_matches, find_trace, make_prompts, scaled
 
-from quire.evaluation.trace_replay import TraceReplay
+from quire.cache.ledger import PAGE_TOKENS
 from quire.llm import LLM
-from quire.planning.traces import CHUNK_TOKENS, make_prompts, read_trace, scaled
+from quire.planning.traces import TraceRequest, read_trace
 
 DISK = "disk"
 SIDES = (DROPPING, DISK)
-TRACE = "mooncake_conversation.jsonl"
 
 Figures = dict[str, float]
 
@@ -74,20 +73,12 @@ class Infinite:
     num_chunks: int
 
     @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], *, is_dense: bool) -> Infinite:
-        """Replays prompts, one after another."""
-        held: set[int] = set()
-        computed = 0
-        for prompt in prompts:
-            keys, key = [], 0
-            for end in range(CHUNK_TOKENS, len(prompt) + 1, CHUNK_TOKENS):
-                key = hash((key, *prompt[end - CHUNK_TOKENS : end]))
-                keys.append(key)
-            found = CHUNK_TOKENS * sum(1 for _ in takewhile(held.__contains__, keys))
-            most = len(prompt) - 1
-            computed += len(prompt) - min(found, most if is_dense else most // CHUNK_TOKENS * CHUNK_TOKENS)
-            held.update(keys)
-        return cls(sum(map(len, prompts)), computed, len(held))
+    def of(cls, requests: Sequence[TraceRequest], block_tokens: int, *, is_dense: bool) -> Infinite:
+        """Counts what requests with whole blocks of this length match."""
+        # Also where a chunk must be computed again, because it has a prompt's last token, it is held once.
+        held, found = (count_matches(requests, block_tokens, is_dense=each) for each in (True, is_dense))
+        prompt_tokens = sum(each.input_tokens for each in requests)
+        return cls(prompt_tokens, prompt_tokens - sum(found), count_chunks(requests, held))
 
 
 def replay(given: argparse.Namespace, side: str, need: Need) -> Figures:
@@ -167,19 +158,12 @@ def report(
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = tier_arguments(__doc__, rounds=3)
-    parser.add_argument("--data", type=Path, help=f"folder with {TRACE}, or traces/{TRACE}")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="another trace of the same format")
-    parser.add_argument("--requests", type=int, default=1000, help="replayed, from the first (default: 1000)")
-    parser.add_argument("--block-tokens", type=int, default=32, help="tokens per 512 of the trace (default: 32)")
+    add_trace(parser, requests=1000)
     parser.add_argument("--codec", default="dense", help="of sealed chunks (default: dense)")
     parser.add_argument("--sides", default=",".join(SIDES), help="which to run (default: both)")
     given = parse_tier(parser, words, requests=300, block_tokens=4)
     given.sides = read_sides(parser, given, SIDES)
-    if given.trace is None:
-        if given.data is None:
-            parser.error("--data or --trace is needed")
-        places = [given.data / TRACE, given.data / "traces" / TRACE]
-        given.trace = next((path for path in places if path.exists()), places[0])
+    find_trace(parser, given)
     return given
 
 
@@ -187,10 +171,10 @@ def main() -> int:
     """Measures and prints."""
     given = arguments()
     requests = scaled(read_trace(given.trace, given.requests), given.block_tokens, 1)
-    prompts = make_prompts(requests, given.block_tokens, token_ids(given.model))
-    infinite = Infinite.of(prompts, is_dense=given.codec == "dense")
+    infinite = Infinite.of(requests, given.block_tokens, is_dense=given.codec == "dense")
     # A sequence's first chunk has a sidecar.
-    num_firsts = len({tuple(prompt[:CHUNK_TOKENS]) for prompt in prompts})
+    prompts = make_prompts(requests, given.block_tokens, token_ids(given.model))
+    num_firsts = len({tuple(prompt[:PAGE_TOKENS]) for prompt in prompts})
     options = engine_options(given, cache_codec=given.codec)
     need = arena_need(given.model, options, infinite.num_chunks, 1, num_firsts)
     samples: dict[str, dict[str, list[float]]] = {side: {} for side in given.sides}

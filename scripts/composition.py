@@ -1,8 +1,8 @@
 """Writes docs/lab/composition.md from tests/composition.py and docs/lab/composition.json: python scripts/composition.py
 [--check].
 
-The JSON file is what `quire bench compose --output` writes. Without it the page has no measured numbers. --check writes
-nothing, and exits with 1 if the page is not up to date.
+The JSON file is what `benchmarks/compose.py --output` writes. Without it the page has no measured numbers. --check
+writes nothing, and exits with 1 if the page is not up to date.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks" / "compose")]
+
+from results import WARM_UP  # noqa: E402
+from systems import CONFIGURATIONS, IN_INSTANCES, NAMES, PAIRS, SYSTEMS, name_of  # noqa: E402
 
 from quire.config import format_bytes  # noqa: E402
-from quire.evaluation.compose import CONFIGURATIONS, IN_INSTANCES, NAMES, PAIRS, SYSTEMS, WARM_UP, name_of  # noqa: E402
 from tests.composition import MATRIX, Test  # noqa: E402
 
 PAGE, RESULTS = ROOT / "docs" / "lab" / "composition.md", ROOT / "docs" / "lab" / "composition.json"
@@ -45,9 +47,9 @@ Five systems, each by a setting of its own. Any of them can be combined: all ten
 """
 
 MEASURED = """\
-`quire bench compose` runs one load with nothing on, with each system, each pair and all five. Each configuration gets
-the same memory for all of its processes: what weights and processes leave of it is cache, divided among the instances.
-A probe measures what they take.
+`benchmarks/compose.py` runs one load with nothing on, with each system, each pair and all five. Each configuration
+gets the same memory for all of its processes: what weights and processes leave of it is cache, divided among the
+instances. A probe measures what they take.
 
 - **Sequences** (simulated): the most that the caches hold at once while more of them wait, in all instances: those
   that decode, and those that are computed and wait for the instance that decodes. Scheduler, prefix tree, retention,
@@ -144,13 +146,13 @@ def _links(tests: Sequence[Test]) -> str:
 
 
 def _command(results: Mapping[str, Any] | None) -> str:
-    model, flags = "smollm2", ""
+    flags = ""
     if results is not None:
-        about = results["about"]
-        model, load = about["model"], about["load"]
+        about, load = results["about"], results["about"]["load"]
+        model = "" if about["model"] == "smollm2" else f" --model {about['model']}"
         clients = " ".join(map(str, load["clients"]))
-        flags = f" --clients {clients} --seconds {load['seconds']:g} --ttft {about['slo']['ttft']:.4g}"
-    command = f"quire bench compose {model} --text wiki.test.raw{flags}"
+        flags = f"{model} --clients {clients} --seconds {load['seconds']:g} --ttft {about['slo']['ttft']:.4g}"
+    command = f"python benchmarks/compose.py --data DIR{flags}"
     return f"```sh\n{command} \\\n    --output docs/lab/composition.json\n```\n"
 
 

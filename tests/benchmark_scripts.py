@@ -13,8 +13,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 def benchmark(name: str) -> ModuleType:
-    """A script by its name without `.py`."""
+    """A script, or a module of a script's folder, by its name without `.py`."""
     with pytest.MonkeyPatch.context() as patch:
-        folders = (BENCHMARKS, BENCHMARKS / "retention_quality", BENCHMARKS / "peers")
+        folders = (BENCHMARKS / name for name in ("", "compose", "retention_quality", "peers"))
         patch.setattr(sys, "path", [*map(str, folders), *sys.path])
         return importlib.import_module(name)

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.evaluation.compose import CODEC, INSTANCES, NAMES, OFFLOAD, RETENTION, SHARING, Systems
+from tests.benchmark_scripts import benchmark
+
+five = benchmark("systems")
+CODEC, INSTANCES, OFFLOAD = five.CODEC, five.INSTANCES, five.OFFLOAD
+NAMES, RETENTION, SHARING = five.NAMES, five.RETENTION, five.SHARING
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Proof:
 TOKENS = "cluster/test_tokens.py", "test_tokens_are_those_of_one_engine"
 MEMORY = "engine/test_offloading.py", "test_tokens_are_those_of_a_cache_in_memory"
 
-MATRIX: dict[Systems, Proof] = {
+MATRIX: dict[tuple[str, ...], Proof] = {
     (SHARING, CODEC): Proof(
         "Chunks that are found answer like chunks that are computed, and like the reference backend; sharers of packed"
         " chunks attend like each row alone.",
@@ -132,4 +136,4 @@ MATRIX: dict[Systems, Proof] = {
         ),
     ),
 }
-"""The pairs, and all five. What a codec and retention lose is measured beside the tests: `quire bench compose`."""
+"""The pairs, and all five. What a codec and retention lose is measured beside the tests: `benchmarks/compose.py`."""

@@ -10,7 +10,7 @@ from recorded.plans import LATENCY, OPT_30B, TARGETS, made_trace
 HELPS = (
     "serve", "chat", "generate", "inspect", "calibrate", "profile", "plan", "simulate", "bench", "eval", "pull",
     "cache", "doctor", "cluster", "plan offload", "plan hardware", "plan placement", "plan auto", "bench throughput",
-    "bench trace", "bench latency", "bench compose", "eval ppl", "eval retrieval",
+    "bench latency", "eval ppl", "eval retrieval",
 )  # fmt: skip
 
 CPU = ("--model.dtype", "float32", "--runtime.device", "cpu", "--runtime.threads", "1", "--cache.memory", "16MiB")
@@ -155,11 +155,6 @@ def _planned(places: Places, tiny: str) -> list[Line]:
 def _measured(places: Places, tiny: str) -> list[Line]:
     """Evaluations, profiles and benchmarks on small inputs."""
     text = places.file("text.txt", " ".join(words(30, seed) for seed in range(8)))
-    asked = [
-        {"timestamp": 100 * place, "input_length": 512 * len(ids), "output_length": 512, "hash_ids": ids}
-        for place, ids in enumerate(([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 5], [0, 1, 2, 5, 6, 7], [2, 1]))
-    ]
-    mooncake = places.file("mooncake.jsonl", "".join(json.dumps(each) + "\n" for each in asked))
     ppl = ("eval", "ppl", tiny, "--text", text, "--context", "200", "--windows", "3")
     return [
         Line("eval/ppl", (*ppl, "--codecs", "dense,g4", "--json", *CPU), "json"),
@@ -179,8 +174,6 @@ def _measured(places: Places, tiny: str) -> list[Line]:
             ),
             "numbers", {"bench.json": "shape"},
         ),
-        Line("bench/trace", ("bench", "trace", tiny, "--trace", mooncake, *CPU), "numbers"),
-        Line("bench/compose-wrong", ("bench", "compose", tiny, "--only", "everything")),
         Line(
             "calibrate/tiny",
             (

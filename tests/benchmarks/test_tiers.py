@@ -21,13 +21,15 @@ from quire.cache.costs import Costs
 from quire.config import EngineConfig
 from quire.engine.build import resolve
 from quire.models.weights import open_model
-from quire.planning import traces
+from quire.planning.traces import TraceRequest, read_trace
 from tests.benchmark_scripts import benchmark
 from tests.effort import tries
 from tests.tiny_models import save_tiny
+from tests.trace_cases import counted_on_tokens
 
 tiers, restart, documents = benchmark("tiers"), benchmark("restart"), benchmark("documents")
-trace, busy, costs = benchmark("tier_trace"), benchmark("busy_disk"), benchmark("costs")
+trace, replay = benchmark("tier_trace"), benchmark("trace_replay")
+busy, costs = benchmark("busy_disk"), benchmark("costs")
 
 NAN = math.nan
 FILE_SYSTEM = tiers.file_system
@@ -168,27 +170,19 @@ def test_clients_send_in_order_and_one_request_each_at_a_time(clients: int) -> N
     assert llm.most == clients and llm.begun == [10 + document for document in asked]
 
 
-def test_the_infinite_cache_finds_whole_chunks_and_leaves_the_last_token() -> None:
-    long = list(range(200))
-    # 64 tokens twice: the last one must be computed, so the second finds nothing. Of 200, 64 are known, then 192.
-    prompts = [long[:64], long[:64], long, long, [9, *long[1:]]]
-    found = trace.Infinite.of(prompts, is_dense=False)
-    assert found == trace.Infinite(prompt_tokens=728, computed_tokens=64 + 64 + 136 + 8 + 200, num_chunks=6)
-    # A dense cache needs only the last token.
-    assert trace.Infinite.of(prompts, is_dense=True).computed_tokens == 64 + 1 + 136 + 8 + 200
-
-
 @pytest.mark.parametrize("try_", range(tries(5)))
-def test_the_infinite_cache_finds_what_the_trace_benchmark_expects(seed: int, try_: int) -> None:
+def test_the_infinite_cache_holds_each_distinct_chunk_and_leaves_the_last_token(seed: int, try_: int) -> None:
     draw = random.Random(f"{seed} {try_}")
     requests = []
     for line in range(60):
         blocks = tuple(draw.choice([0, 1]) if draw.random() < 0.8 else 2 + line for _ in range(draw.randint(1, 9)))
-        requests.append(traces.TraceRequest(line, 0.0, 32 * len(blocks) - draw.choice([0, 0, 3, 31]), 1, blocks))
+        requests.append(TraceRequest(line, 0.0, 32 * len(blocks) - draw.choice([0, 0, 3, 31]), 1, blocks))
+    prompts = replay.make_prompts(requests, 32, range(64, 129))
+    chunks = {tuple(prompt[:end]) for prompt in prompts for end in range(64, len(prompt) + 1, 64)}
     for is_dense in (False, True):
-        found = trace.Infinite.of(traces.make_prompts(requests, 32, range(64, 129)), is_dense=is_dense)
-        matches = traces.count_matches(requests, 32, is_dense=is_dense)
-        assert found.prompt_tokens - found.computed_tokens == sum(matches) > 0
+        found = trace.Infinite.of(requests, 32, is_dense=is_dense)
+        assert found.num_chunks == len(chunks) and found.prompt_tokens == sum(map(len, prompts))
+        assert found.prompt_tokens - found.computed_tokens == sum(counted_on_tokens(prompts, is_dense)) > 0
 
 
 # Arenas
@@ -336,8 +330,7 @@ def test_the_trace_runs_with_and_without_the_tier(model: str, tmp_path: Path, si
     words = [*QUICK, model, "--trace", str(file), "--block-tokens", "32", "--folder", str(tmp_path)]
     given = trace.arguments([*words, "--sides", side, "--requests", "32"])
     figures = trace.replay(given, side, tiers.Need(chunk_bytes=0, num_bytes=64 << 20))
-    requests = traces.scaled(traces.read_trace(file, 32), 32, 1)
-    infinite = trace.Infinite.of(traces.make_prompts(requests, 32, range(64, 129)), is_dense=True)
+    infinite = trace.Infinite.of(replay.scaled(read_trace(file, 32), 32, 1), 32, is_dense=True)
     # The arena holds everything, so the engine computes what the simulated cache does.
     assert figures["computed_tokens"] == infinite.computed_tokens
     assert figures["seconds"] > 0 and (figures["bytes_written"] > 0) == (side == "disk")

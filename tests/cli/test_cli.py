@@ -123,9 +123,7 @@ print((ended - begun) / (time.process_time() - ended), heavy)
         (["chat", "smollm2", "--top-p", "2"], "--top-p"),
         (["bench", "throughput", "smollm2", "--batch", "0"], "at least 1"),
         (["bench", "throughput", "smollm2", "--batch", "0", "--print-config"], "at least 1"),
-        (["bench", "trace", "smollm2", "--print-config"], "quire bench trace needs --trace FILE"),
         (["bench", "latency", "smollm2", "--seconds", "0", "--print-config"], "--seconds is 0; it must be above 0"),
-        (["bench", "compose", "smollm2", "--ttft", "0", "--print-config"], "--ttft is 0; it must be above 0"),
         (["pull", "org/name", "--from", "x.whl"], "--from"),
     ],
 )
@@ -154,7 +152,6 @@ sys.exit(status)
         (["calibrate", "smollm2", "--export", "/no/such/x"], "cannot write /no/such/x: there is no folder"),
         (["calibrate", "smollm2", "--export", "/dev/null"], "cannot write /dev/null: it is a device; a regular file"),
         (["eval", "retrieval", "smollm2", "--text", "/no/such/text"], "cannot read the text /no/such/text"),
-        (["bench", "compose", "smollm2", "--text", "/no/such/text"], "cannot read the text /no/such/text"),
     ],
 )
 def test_files_are_checked_before_torch_is_imported(words, said):

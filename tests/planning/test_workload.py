@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quire.cache.ledger import PAGE_TOKENS
 from quire.errors import ConfigError
 from quire.planning import workload as module
-from quire.planning.traces import CHUNK_TOKENS, TraceRequest, count_matches, tokens
+from quire.planning.traces import tokens
 from quire.planning.workload import Arrival, Arrivals, Span, Workload
 from tests.effort import tries
 
@@ -91,24 +92,6 @@ def test_a_conversation_counts_whole_prompts_and_all_its_requests() -> None:
 
 
 @pytest.mark.parametrize("seed", range(tries(4)))
-def test_cached_tokens_are_those_of_the_trace_replay(seed: int) -> None:
-    draw = random.Random(seed)
-    requests: list[TraceRequest] = []
-    for index in range(60):
-        ids = list(draw.choice(requests).blocks) if requests and draw.random() < 0.8 else []
-        ids = ids[: draw.randint(0, len(ids))]
-        ids += [draw.randrange(30) for _ in range(draw.randint(0 if ids else 1, 3))]
-        size = 512 * len(ids) - draw.choice([0, 0, 1, 17, 448, 500, 511])
-        requests.append(TraceRequest(index, float(index), size, 1, tuple(ids)))
-    arrivals = []
-    for each in requests:
-        sizes = [min(512, each.input_tokens - 512 * place) for place in range(len(each.blocks))]
-        arrivals.append(Arrival(each.seconds, tuple(map(Span, each.blocks, sizes)), 1))
-    expected = count_matches(requests, 512, is_dense=True)
-    assert Workload("w", arrivals).cached_tokens.tolist() == expected and sum(expected) > 0
-
-
-@pytest.mark.parametrize("seed", range(tries(4)))
 def test_cached_tokens_are_the_common_prefixes_of_the_tokens(seed: int) -> None:
     """Of spans of any length, with conversations. Lengths are multiples of 4, so that no chunk ends too early."""
     draw = random.Random(seed)
@@ -126,7 +109,7 @@ def test_cached_tokens_are_the_common_prefixes_of_the_tokens(seed: int) -> None:
         answer = [-index - 1] * arrivals[index].num_out
         prompt = [*(whole[before] if before >= 0 else ()), *own]
         common = max((_equal(prompt, each) for each in held), default=0)
-        found.append(min(common // CHUNK_TOKENS * CHUNK_TOKENS, len(prompt) - 1))
+        found.append(min(common // PAGE_TOKENS * PAGE_TOKENS, len(prompt) - 1))
         whole.append(prompt + answer)
         held.append(whole[-1][:-1])
     assert workload.cached_tokens.tolist() == found and sum(found) > 0

@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
-from quire.evaluation.compose import CONFIGURATIONS, NAMES, PAIRS, name_of
+from tests.benchmark_scripts import benchmark
 from tests.composition import MATRIX, Test
+
+five = benchmark("systems")
+CONFIGURATIONS, NAMES, PAIRS, name_of = five.CONFIGURATIONS, five.NAMES, five.PAIRS, five.name_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "composition.py"

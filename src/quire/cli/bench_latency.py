@@ -48,12 +48,12 @@ def check(args: argparse.Namespace) -> None:
         shared.check_plot(args.plot)
 
 
-def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], bool]:
-    """Prints the steps by kind, and the model. Returns a row per kind, and True: it checks no result."""
+def run(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    """Prints the steps by kind, and the model. Returns a row per kind."""
     if args.steps:
-        return _fit_log(args, console), True
+        return _fit_log(args, console)
     with shared.measured_model(args, console) as llm:
-        return [row | shared.model_facts(llm) for row in _measure(args, llm, console)], True
+        return [row | shared.model_facts(llm) for row in _measure(args, llm, console)]
 
 
 def _measure(args: argparse.Namespace, llm: LLM, console: Console) -> list[dict[str, Any]]:
@@ -179,29 +179,21 @@ def _print(model: LatencyModel, rows: list[dict[str, Any]], console: Console) ->
 
 def draw(file: Path, model: LatencyModel, records: list[Record]) -> None:
     """Draws measured over predicted seconds, and their ratio over the rows of a step."""
-    from quire.evaluation.plot import load_figure, save_figure
+    from quire.evaluation.plot import drawing, finish
     from quire.planning.latency import KINDS
 
-    figure = load_figure()(figsize=(9.6, 4.0), dpi=150, layout="constrained")
-    seconds, ratios = figure.subplots(1, 2)
-    for kind in KINDS:
-        of_kind = [(work, taken, model.seconds(work)) for work, taken in records if work.kind == kind]
-        if of_kind:
-            style = {"marker": ".", "linestyle": "", "markersize": 3, "alpha": 0.5}
-            seconds.plot([said for _, _, said in of_kind], [taken for _, taken, _ in of_kind], label=kind, **style)
-            rows = [work.rows for work, _, _ in of_kind]
-            ratios.plot(rows, [taken / said for _, taken, said in of_kind], label=kind, **style)
-    ends = [op(model.seconds(work) for work, _ in records) for op in (min, max)]
-    seconds.plot(ends, ends, color="black", linewidth=0.8)
-    ratios.axhline(1, color="black", linewidth=0.8)
-    for axes in (seconds, ratios):
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-    seconds.set_xlabel("predicted seconds of a step")
-    seconds.set_ylabel("measured seconds")
-    ratios.set_xlabel("rows of a step")
-    ratios.set_ylabel("measured / predicted")
-    figure.suptitle(f"{model.about['model']}, {model.about['processor']}", parse_math=False)
-    save_figure(figure, file)
+    with drawing(file, 9.6, 4.0, f"{model.about['model']}, {model.about['processor']}") as figure:
+        seconds, ratios = figure.subplots(1, 2)
+        for kind in KINDS:
+            of_kind = [(work, taken, model.seconds(work)) for work, taken in records if work.kind == kind]
+            if of_kind:
+                style = {"marker": ".", "linestyle": "", "markersize": 3, "alpha": 0.5, "label": kind}
+                seconds.plot([said for _, _, said in of_kind], [taken for _, taken, _ in of_kind], **style)
+                ratios.plot(
+                    [work.rows for work, _, _ in of_kind], [taken / said for _, taken, said in of_kind], **style
+                )
+        ends = [op(model.seconds(work) for work, _ in records) for op in (min, max)]
+        seconds.plot(ends, ends, color="black", linewidth=0.8)
+        ratios.axhline(1, color="black", linewidth=0.8)
+        finish(seconds, "predicted seconds of a step", "measured seconds", xscale="log", yscale="log")
+        finish(ratios, "rows of a step", "measured / predicted", xscale="log", yscale="log")

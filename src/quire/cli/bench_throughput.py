@@ -32,8 +32,8 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("the counts of quire bench must be at least 1, --output-tokens at least 2")
 
 
-def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], bool]:
-    """Prints a line per row. Returns the rows and True: this benchmark checks no result."""
+def run(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    """Prints a line per row, and returns the rows."""
     from quire.evaluation.throughput import measure
 
     rows = []
@@ -44,4 +44,4 @@ def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]
             )
             console.print(f"{phase:<8} batch {batch:>4}  prompt {length:>6}   {speed:>10,.1f} tokens/s")
             rows.append(row | shared.model_facts(llm))
-    return rows, True
+    return rows

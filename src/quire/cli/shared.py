@@ -120,11 +120,11 @@ def engine(
 
 
 @contextlib.contextmanager
-def measured_model(args: argparse.Namespace, console: Console, options: dict[str, Any] | None = None) -> Iterator[LLM]:
-    """The engine that a benchmark measures. Prints its model and hardware. options: in place of flags."""
+def measured_model(args: argparse.Namespace, console: Console) -> Iterator[LLM]:
+    """The engine that a benchmark measures. Prints its model and hardware."""
     from quire.llm import LLM
 
-    with LLM(args.model, options_from(args) if options is None else options, args.config) as llm:
+    with LLM(args.model, options_from(args), args.config) as llm:
         config = llm.config
         on_cpu = config.runtime.device == "cpu"
         threads = f", {format_count(config.runtime.threads or 0, 'thread')}" if on_cpu else ""
@@ -213,7 +213,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Col
     Console(highlight=False, width=max(width, console.width)).print(table)
 
 
-def print_facts(rows: Iterable[tuple[str, str, str]], *, name: str = "", about: str = "", last: str = "") -> None:
+def print_facts(rows: Iterable[tuple[str, str, str]], *, name: str, about: str, last: str) -> None:
     """Prints names, values and notes, below a line `name: about` and above a last line."""
     from rich.console import Console
     from rich.table import Table
@@ -223,11 +223,9 @@ def print_facts(rows: Iterable[tuple[str, str, str]], *, name: str = "", about: 
     table = Table.grid(padding=(0, 3))
     for label, value, note in rows:
         table.add_row(label, value, Text(note, "dim"))
-    if name:
-        console.print(Text(name, "bold") + Text(f": {about}"))
+    console.print(Text(name, "bold") + Text(f": {about}"))
     console.print(table)
-    if last:
-        console.print(last)
+    console.print(last)
 
 
 def progress_bar(what: str, *more: ProgressColumn, in_bytes: bool = False) -> Progress:

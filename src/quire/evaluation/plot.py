@@ -1,10 +1,11 @@
-"""Draws quality over cache bytes, with matplotlib if it is installed."""
+"""Draws figures, with matplotlib if it is installed: what all of them share, and quality over cache bytes."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,30 +34,51 @@ def load_figure() -> Any:
         ) from error
 
 
+@contextlib.contextmanager
+def drawing(file: Path, width: float, height: float, title: str = "") -> Iterator[Any]:
+    """A figure to draw into, which is then written to a file.
+
+    file           its ending selects the format: .png, .svg, .pdf
+    width, height  in inches
+    title          of the whole figure; its dollar signs are no formulas
+    Raises ConfigError if matplotlib is not installed or the file cannot be written.
+    """
+    figure = load_figure()(figsize=(width, height), dpi=150, layout="constrained")
+    yield figure
+    if title:
+        figure.suptitle(title, parse_math=False)
+    save_figure(figure, file)
+
+
+def finish(axes: Any, xlabel: str, ylabel: str, **more: Any) -> None:
+    """Labels axes, and gives them a grid and, if anything in them has a label, a legend. more: of matplotlib's
+    `Axes.set`, such as xscale.
+    """
+    axes.set(xlabel=xlabel, ylabel=ylabel, **more)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small")
+
+
 def save_plot(file: Path, results: Sequence[Perplexity], title: str) -> None:
     """Draws a point per codec: perplexity increase over bytes per token, with the standard error.
 
-    file  its ending selects the format: .png, .svg, .pdf
-    Raises ConfigError if matplotlib is not installed or the file cannot be written.
+    The arguments and errors are those of `drawing`.
     """
-    figure = load_figure()(figsize=(6.4, 4.0), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    for each in results:
-        is_compared = each.ratio is not None
-        value = 100 * (each.ratio - 1) if each.ratio is not None else each.perplexity
-        error = 100 * (each.ratio_error or 0.0) if is_compared else each.perplexity_error or 0.0
-        (line, *_) = axes.errorbar(each.bytes_per_token, value, yerr=error, fmt="o", capsize=3)
-        axes.annotate(
-            each.codec, (each.bytes_per_token, value), xytext=(6, 6), textcoords="offset points", color=line.get_color()
-        )
-    axes.set_xlim(0, 1.15 * max(each.bytes_per_token for each in results))
-    axes.set_xlabel("bytes resident per token")
-    compared = any(each.ratio is not None for each in results)
-    axes.set_ylabel("perplexity above dense, %" if compared else "perplexity")
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    axes.margins(0.1)
-    save_figure(figure, file)
+    with drawing(file, 6.4, 4.0) as figure:
+        axes = figure.subplots()
+        for each in results:
+            is_compared = each.ratio is not None
+            value = 100 * (each.ratio - 1) if each.ratio is not None else each.perplexity
+            error = 100 * (each.ratio_error or 0.0) if is_compared else each.perplexity_error or 0.0
+            (line, *_) = axes.errorbar(each.bytes_per_token, value, yerr=error, fmt="o", capsize=3)
+            place = each.bytes_per_token, value
+            axes.annotate(each.codec, place, xytext=(6, 6), textcoords="offset points", color=line.get_color())
+        compared = any(each.ratio is not None for each in results)
+        ylabel = "perplexity above dense, %" if compared else "perplexity"
+        widest = max(each.bytes_per_token for each in results)
+        finish(axes, "bytes resident per token", ylabel, title=title, xlim=(0, 1.15 * widest))
+        axes.margins(0.1)
 
 
 def save_figure(figure: Any, file: Path) -> None:

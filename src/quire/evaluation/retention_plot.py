@@ -9,7 +9,7 @@ import numpy as np
 
 from quire.config import format_bytes
 from quire.engine.retention_report import RetentionReport
-from quire.evaluation.plot import load_figure, save_figure
+from quire.evaluation.plot import drawing
 
 # Colour by the last member of a policy. Colour-blind readers can distinguish these hues (Okabe and Ito), by lightness
 # too.
@@ -30,37 +30,35 @@ def save_retention(file: Path, report: RetentionReport, model: str) -> None:
     """Draws a cell per head with its policy and the share of tokens it keeps (with a budget, shaded by that share), and
     below it the recovery of each policy by layer.
 
-    file  its ending selects the format: .png, .svg, .pdf
-    Raises ConfigError for another ending, or if matplotlib is not installed.
+    `file` and the errors are those of `drawing`.
     """
     num_layers, num_heads = report.policies.shape
     cell = _CELL_INCHES if num_layers <= _MANY_LAYERS else _SMALL_CELL_INCHES
     width = max(7.5, cell * num_layers + 1.2)
     heights = (max(0.7, cell * num_heads), 2.2)
-    figure = load_figure()(figsize=(width, sum(heights) + 1.9), dpi=150, layout="constrained")
-    heads, layers = figure.subplots(2, sharex=True, height_ratios=heights)
-    _draw_heads(heads, report, 24 * cell)
-    _draw_recovery(layers, report)
-    how = f"T {report.threshold:g}" if report.budget is None else f"budget {report.budget:g}"
-    figure.suptitle(
-        f"{model}: {report.num_tokens:,} tokens, {how}, {report.kept_fraction:.1%} kept,"
-        f" in {format_bytes(report.bytes_kept)} of {format_bytes(report.bytes_full)}",
-        fontsize=11,
-        parse_math=False,
-    )
-    handles, names = heads.get_legend_handles_labels()
-    figure.legend(
-        handles,
-        names,
-        title="policy (number of heads)",
-        loc="outside lower center",
-        ncols=len(names),
-        frameon=False,
-        fontsize=9,
-        title_fontsize=9,
-        handletextpad=0.1,
-    )
-    save_figure(figure, file)
+    with drawing(file, width, sum(heights) + 1.9) as figure:
+        heads, layers = figure.subplots(2, sharex=True, height_ratios=heights)
+        _draw_heads(heads, report, 24 * cell)
+        _draw_recovery(layers, report)
+        how = f"T {report.threshold:g}" if report.budget is None else f"budget {report.budget:g}"
+        figure.suptitle(
+            f"{model}: {report.num_tokens:,} tokens, {how}, {report.kept_fraction:.1%} kept,"
+            f" in {format_bytes(report.bytes_kept)} of {format_bytes(report.bytes_full)}",
+            fontsize=11,
+            parse_math=False,
+        )
+        handles, names = heads.get_legend_handles_labels()
+        figure.legend(
+            handles,
+            names,
+            title="policy (number of heads)",
+            loc="outside lower center",
+            ncols=len(names),
+            frameon=False,
+            fontsize=9,
+            title_fontsize=9,
+            handletextpad=0.1,
+        )
 
 
 def _draw_heads(axes: Any, report: RetentionReport, font_size: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.evaluation.plot import load_figure, save_figure
+from quire.evaluation.plot import drawing, finish
 from quire.options import format_number
 from quire.planning.goodput import Goodput
 from quire.planning.slo import Slo
@@ -24,39 +24,30 @@ def save_simulation(
 ) -> None:
     """Draws the distributions of TTFT and TPOT by rate and, with targets, attainment over rate and over their scale.
 
-    file      its ending selects the format: .png, .svg, .pdf
     outcomes  by rate in requests/s
     goodput   its points are part of attainment over rate
-    Raises ConfigError if matplotlib is not installed or the file cannot be written.
+    `file` and the errors are those of `drawing`.
     """
     has_targets = min(slo.ttft, slo.tpot) < math.inf
-    figure = load_figure()(figsize=(9.6, 7.2 if has_targets else 3.8), dpi=150, layout="constrained")
-    axes = figure.subplots(2 if has_targets else 1, 2).flatten()
-    for rate, outcome in outcomes.items():
-        answered = np.isfinite(outcome.last)
-        share = answered.mean()
-        name = f"{format_number(rate)} requests/s" if math.isfinite(rate) else "all at once"
-        _draw_cdf(axes[0], outcome.ttft[answered], share, name)
-        _draw_cdf(axes[1], outcome.tpot[answered & (outcome.num_out > 1)], share, name)
-    for place, (metric, target) in enumerate((("TTFT", slo.ttft), ("TPOT", slo.tpot))):
-        axes[place].set_xlabel(f"{metric}, seconds")
-        axes[place].set_ylabel("share of requests")
-        axes[place].set_xscale("log")
-        axes[place].set_ylim(0, 1)
-        if math.isfinite(target):
-            axes[place].axvline(target, color="black", linewidth=0.8, linestyle="--")
-    axes[0].legend(fontsize="small")
-    if has_targets:
-        _draw_rates(axes[2], outcomes, slo, goodput)
-        _draw_scales(axes[3], outcomes, slo)
-    for each in axes:
-        each.grid(alpha=0.3)
-    figure.suptitle(title, parse_math=False)
-    save_figure(figure, file)
+    with drawing(file, 9.6, 7.2 if has_targets else 3.8, title) as figure:
+        ttft, tpot, *others = figure.subplots(2 if has_targets else 1, 2).flatten()
+        for rate, outcome in outcomes.items():
+            answered = np.isfinite(outcome.last)
+            share = answered.mean()
+            name = f"{format_number(rate)} requests/s" if math.isfinite(rate) else "all at once"
+            _draw_cdf(ttft, outcome.ttft[answered], share, name)
+            _draw_cdf(tpot, outcome.tpot[answered & (outcome.num_out > 1)], share)  # in the same colours
+        for axes, metric, target in ((ttft, "TTFT", slo.ttft), (tpot, "TPOT", slo.tpot)):
+            if math.isfinite(target):
+                axes.axvline(target, color="black", linewidth=0.8, linestyle="--")
+            finish(axes, f"{metric}, seconds", "share of requests", xscale="log", ylim=(0, 1))
+        if has_targets:
+            _draw_rates(others[0], outcomes, slo, goodput)
+            _draw_scales(others[1], outcomes, slo)
 
 
-def _draw_cdf(axes: Any, values: Floats, share: float, name: str) -> None:
-    """share: of the requests that have a value; the others never come."""
+def _draw_cdf(axes: Any, values: Floats, share: float, name: str | None = None) -> None:
+    """share: of the requests that have a value; the others never come. name: in the legend; None: not there."""
     heights = share * np.arange(1, len(values) + 1) / max(1, len(values))
     axes.step(np.sort(values), heights, where="post", label=name)
 
@@ -67,22 +58,16 @@ def _draw_rates(axes: Any, outcomes: Mapping[float, Outcome], slo: Slo, goodput:
         points |= {point.rate: point.attainment for point in goodput.points}
         if goodput.rate:
             axes.axvline(goodput.rate, color="tab:green", linewidth=1, label=f"goodput {format_number(goodput.rate)}")
-            axes.legend(fontsize="small")
     rates = sorted(points)
     axes.plot(rates, [points[rate] for rate in rates], marker="o", markersize=3)
     axes.axhline(slo.attainment, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xlabel("requests/s")
-    axes.set_ylabel("share that meets both targets")
-    axes.set_ylim(0, 1.02)
+    finish(axes, "requests/s", "share that meets both targets", ylim=(0, 1.02))
 
 
 def _draw_scales(axes: Any, outcomes: Mapping[float, Outcome], slo: Slo) -> None:
     for outcome in outcomes.values():
         axes.plot(SCALES, [outcome.attainment(slo.scaled(scale)) for scale in SCALES])
     axes.axhline(slo.attainment, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xscale("log")
+    finish(axes, "scale of both targets", "share that meets both targets", xscale="log", ylim=(0, 1.02))
     axes.set_xticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
     axes.minorticks_off()
-    axes.set_xlabel("scale of both targets")
-    axes.set_ylabel("share that meets both targets")
-    axes.set_ylim(0, 1.02)

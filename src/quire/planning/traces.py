@@ -9,17 +9,15 @@ which may be missing, then one object per request with the fields of `Arrival`, 
     {"at": 0.5, "prompt": [[0, 512], [7, 30]], "num_out": 129}
     {"at": 0.0, "prompt": [[8, 25]], "num_out": 64, "after": 0, "pause": 4.0}
 
-The module also makes prompts and counts the tokens that those of a Mooncake trace share. It knows ids and lengths and
-nothing of the engine, because the engine is checked against its count.
+The module also makes token ids of a workload's prompts. It knows ids and lengths, and nothing of the engine.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
@@ -33,11 +31,8 @@ from quire.safe_io import open_file, parse_json
 
 HASHED_TOKENS = 512
 """Tokens of a trace that one hash id stands for."""
-CHUNK_TOKENS = 64
-"""Tokens per cached chunk."""
 TELLING_TOKENS = 4
-"""Number of first tokens of a block that identify it. Block lengths are a multiple of this, so no chunk ends after
-fewer tokens of a block. Chunks are therefore equal only if their blocks are."""
+"""Number of first tokens of a span that identify it."""
 
 MOST_WHOLE = 10**300
 """Whole numbers of a trace are at most this, so that they have a float."""
@@ -132,39 +127,6 @@ def read_workload(path: Path, limit: int | None = None) -> Workload:
     return _workload(path, read_azure(path, limit))
 
 
-def scaled(requests: Sequence[TraceRequest], block_tokens: int, output_tokens: int | None) -> list[TraceRequest]:
-    """Scales the requests to blocks of `block_tokens` instead of 512. All lengths shrink in proportion, rounded up.
-
-    The number of blocks of a prompt stays the same; rounding may complete a partial last block.
-    output_tokens  length of every answer; None: in proportion too
-    """
-
-    def shorter(count: int) -> int:
-        return -(-count * block_tokens // HASHED_TOKENS)
-
-    return [
-        replace(
-            each, input_tokens=shorter(each.input_tokens), output_tokens=output_tokens or shorter(each.output_tokens)
-        )
-        for each in requests
-    ]
-
-
-def make_prompts(requests: Sequence[TraceRequest], block_tokens: int, ids: range) -> list[list[int]]:
-    """Token ids of the prompts. The tokens of a block depend only on its number. A partial block is the beginning of
-    the whole one.
-
-    ids  token ids to use
-    """
-    count = 1 + max(max(each.blocks) for each in requests)
-    assert block_tokens % TELLING_TOKENS == 0 and count <= len(ids) ** TELLING_TOKENS, f"{count} blocks, {ids} to tell"
-    blocks: list[list[int]] = []
-    for number in range(count):
-        telling = [ids[number // len(ids) ** place % len(ids)] for place in range(TELLING_TOKENS)]
-        blocks.append(telling + random.Random(number).choices(ids, k=block_tokens - TELLING_TOKENS))
-    return [[token for number in each.blocks for token in blocks[number]][: each.input_tokens] for each in requests]
-
-
 def tokens(workload: Workload, vocabulary: range, seed: int) -> list[list[int]]:
     """Token ids of the own spans of every request, for a real server.
 
@@ -195,46 +157,6 @@ def tokens(workload: Workload, vocabulary: range, seed: int) -> list[list[int]]:
         chosen = np.where(places < TELLING_TOKENS, told, drawn.astype(np.int64))
         prompts.append([table[each] for each in chosen.tolist()])
     return prompts
-
-
-def count_matches(requests: Sequence[TraceRequest], block_tokens: int, *, is_dense: bool) -> list[int]:
-    """Expected number of cached tokens of each prompt, in a cache without eviction that holds all earlier prompts.
-
-    This is the longest common prefix with any earlier prompt, in whole chunks. The last token must be computed: if all
-    s tokens are cached, a dense cache finds s - 1, and another one the chunks before the last. The common prefix of two
-    prompts is their common first blocks; if the last of these is partial in one prompt, only its tokens count.
-    Generated tokens do not count, because no prompt has them.
-
-    block_tokens  tokens of a whole block of these requests
-    is_dense      whether the cache is dense and keeps every token
-    """
-    nodes: dict[tuple[int, int], int] = {}  # a trie: (node, block) -> node; 0 is the root
-    held = [0]  # by node: most tokens of its block that any prompt so far has
-    matches = []
-    for request in requests:
-        node = depth = common = 0
-        for depth, block in enumerate(request.blocks):
-            own = min(block_tokens, request.input_tokens - depth * block_tokens)
-            child = nodes.setdefault((node, block), len(held))
-            if child == len(held):
-                held.append(0)
-            if held[child]:
-                common = depth * block_tokens + min(held[child], own)
-            held[child] = max(held[child], own)
-            node = child
-        common, most = common // CHUNK_TOKENS * CHUNK_TOKENS, request.input_tokens - 1
-        matches.append(min(common, most if is_dense else most // CHUNK_TOKENS * CHUNK_TOKENS))
-    return matches
-
-
-def count_chunks(requests: Sequence[TraceRequest], matches: Sequence[int]) -> int:
-    """Number of chunks in a cache without eviction after all these requests. Each request adds the chunks that its
-    prompt and answer fill, minus the cached ones. The last token of an answer is never computed.
-    """
-    filled = (each.input_tokens + each.output_tokens - 1 for each in requests)
-    return sum(
-        tokens // CHUNK_TOKENS - -(-found // CHUNK_TOKENS) for tokens, found in zip(filled, matches, strict=True)
-    )
 
 
 def _workload(path: Path, requests: Sequence[TraceRequest]) -> Workload:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError, QuireError
-from quire.evaluation.compose import RESERVE_BYTES, Recipe, Served, Stage, systems_of
-from quire.evaluation.compose_bench import SLO_FACTOR, Comparison, quality
-from quire.evaluation.compose_load import asked
-from quire.evaluation.compose_run import Order, Reply
 from quire.planning.slo import Slo
-from tests.evaluation.test_compose import LOAD, MIB, TINY
-from tests.evaluation.test_compose import model as model
+from tests.benchmark_scripts import benchmark
+from tests.benchmarks.test_compose import LOAD, MIB, TINY, Recipe, Served, Stage, asked, systems
+from tests.benchmarks.test_compose import model as model
+
+runs, comparing = benchmark("run_systems"), benchmark("comparison")
+Order, Reply, Comparison = runs.Order, runs.Reply, comparing.Comparison
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -26,10 +26,10 @@ class Runs:
     """Stands for the processes. Notes the orders, and serves more the more systems there are."""
 
     def __init__(self, failing: str = "") -> None:
-        self.orders: list[Order] = []
+        self.orders: list[Any] = []
         self.failing = failing
 
-    def __call__(self, order: Order) -> Reply:
+    def __call__(self, order: Any) -> Any:
         order = Order.from_json(order.to_json())
         self.orders.append(order)
         engines = sum(order.instances.values()) or 1
@@ -50,19 +50,19 @@ class Runs:
         return Reply("", engines * 100 * MIB + caches, stages, alone)
 
 
-def comparison(model: str, names: list[str], runs: Runs, **more: Any) -> Comparison:
-    systems = [systems_of(name) for name in names]
-    return Comparison(model, LOAD, 300 * MIB, systems, Recipe.of(TINY), run=runs, **more)
+def comparison(model: str, names: list[str], runs: Runs, **more: Any) -> Any:
+    chosen = [systems.systems_of(name) for name in names]
+    return Comparison(model, LOAD, 300 * MIB, chosen, Recipe.of(TINY), run=runs, **more)
 
 
 def test_every_configuration_gets_what_is_left_of_the_same_memory(model: str) -> None:
     runs = Runs()
     rows, slo = comparison(model, ["none", "sharing", "instances", "all five"], runs).measured()
-    assert slo == Slo(SLO_FACTOR * 0.02, SLO_FACTOR * 0.002)
+    assert slo == Slo(comparing.SLO_FACTOR * 0.02, comparing.SLO_FACTOR * 0.002)
     assert [order.is_probe for order in runs.orders] == [True] * 3 + [False] * 4
     assert all(order.load == LOAD for order in runs.orders if not order.is_probe)
     caches = [order.options["cache.memory"] for order in runs.orders if not order.is_probe]
-    assert caches == [200 * MIB - RESERVE_BYTES] * 2 + [50 * MIB - RESERVE_BYTES] * 2
+    assert caches == [200 * MIB - systems.RESERVE_BYTES] * 2 + [50 * MIB - systems.RESERVE_BYTES] * 2
     none, sharing, apart, five = rows
     assert not any(row.refused for row in rows)
     assert none.cache == sharing.cache == caches[0] and apart.cache == five.cache == 2 * caches[2]
@@ -115,7 +115,7 @@ def test_quality_is_that_of_the_codec_and_of_retention(model: str) -> None:
     draw = random.Random(0)
     windows = [draw.choices(range(64, 128), k=300) for _ in range(2)]
     recipe = Recipe.of({**TINY, "retain.profile_rows": 32, "retain.budget": 0.4})
-    found = quality(model, windows, recipe)
+    found = comparing.quality(model, windows, recipe)
     assert found[False, False].ratio == 1.0 and len(found) == 4
     assert found[True, True].codec == "nuq3, retain.budget 0.4" and found[False, True].continuation == 37
     assert found[True, False].kl_mean and found[False, True].kl_mean

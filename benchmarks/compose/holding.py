@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from asking import Asked
 
 from quire.config import EngineConfig
 from quire.engine.build import resolve
@@ -26,7 +27,6 @@ from quire.engine.offloading import cache_bytes
 from quire.engine.params import SamplingParams
 from quire.engine.sizes import EngineSizes
 from quire.errors import ConfigError
-from quire.evaluation.compose_load import Asked
 from quire.load import calibration_for
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model

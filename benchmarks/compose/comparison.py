@@ -10,26 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from asking import asked
+from holding import held, resolved
+from results import Row
+from run_systems import Order, Reply, start
+from systems import CODEC, RETENTION, Load, Recipe, Systems, cache_of, num_engines, probe_cache, probe_of, roles_of
+
 from quire.cache.codecs import DENSE
 from quire.config import EngineConfig
 from quire.engine.machine import processor_name, usable_cores
 from quire.errors import ConfigError, QuireError
-from quire.evaluation.compose import (
-    CODEC,
-    RETENTION,
-    Kind,
-    Load,
-    Recipe,
-    Row,
-    Systems,
-    cache_of,
-    num_engines,
-    probe_cache,
-    roles_of,
-)
-from quire.evaluation.compose_load import asked
-from quire.evaluation.compose_room import held, resolved
-from quire.evaluation.compose_run import Order, Reply, start
 from quire.evaluation.engines import REFERENCE, load_engines
 from quire.evaluation.perplexity import CONTINUATION, Perplexity, cut_windows, measure
 from quire.models.resolve import resolve_model
@@ -78,18 +68,18 @@ class Comparison:
         text is shorter than a window.
         """
         assert not self.configurations[0], "the base is not the first one"
-        kinds = list(dict.fromkeys(Kind.of(each) for each in self.configurations))
-        done, total = itertools.count(1), len(kinds) + len(self.configurations) + (self.text is not None)
+        probes = list(dict.fromkeys(map(probe_of, self.configurations)))
+        done, total = itertools.count(1), len(probes) + len(self.configurations) + (self.text is not None)
         progress(0, total)
         sizes = resolved(self.model, self.recipe.options((), self.load, self.memory, 0))[1]
         weights, windows = sizes.weight_bytes, self._cut()
-        beside: dict[Kind, int | str] = {}
-        for kind in kinds:
-            beside[kind] = self._beside(kind, weights, probe_cache(self.load, sizes.chunk_bytes))
+        beside: dict[Systems, int | str] = {}
+        for probe in probes:
+            beside[probe] = self._beside(probe, weights, probe_cache(self.load, sizes.chunk_bytes))
             progress(next(done), total)
         rows, slo = list[Row](), None
         for systems in self.configurations:
-            row, reply = self._row(systems, weights, beside[Kind.of(systems)])
+            row, reply = self._row(systems, weights, beside[probe_of(systems)])
             if not systems:
                 if row.refused:
                     raise ConfigError(row.refused)
@@ -105,15 +95,15 @@ class Comparison:
             progress(next(done), total)
         return rows, slo
 
-    def _beside(self, kind: Kind, weights: int, cache: int) -> int | str:
+    def _beside(self, systems: Systems, weights: int, cache: int) -> int | str:
         """Bytes that processes and weights take, or why they cannot be. cache: of an engine, which the probe fills with
         the longest requests, whatever those of the load are: memory that nothing was written to is not in use.
         """
-        options = self.recipe.options(kind.systems, self.load, cache, weights)
+        options = self.recipe.options(systems, self.load, cache, weights)
         options.pop("offload.cache", None)  # what that takes is within the cache's memory
         load = replace(self.load, trace=None, shared=0)
-        reply = self._reply(kind.systems, options, load, is_probe=True)
-        return reply.refused or reply.pss - cache * num_engines(kind.systems)
+        reply = self._reply(systems, options, load, is_probe=True)
+        return reply.refused or reply.pss - cache * num_engines(systems)
 
     def _row(self, systems: Systems, weights: int, beside: int | str) -> tuple[Row, Reply]:
         """What one configuration does."""

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from systems import Load
+
 from quire.errors import ConfigError
-from quire.evaluation.compose import Load
 from quire.planning.traces import read_workload, tokens
 from quire.planning.workload import Workload
 

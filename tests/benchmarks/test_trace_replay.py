@@ -1,4 +1,4 @@
-"""A replayed trace: an engine's hits equal the expected hits."""
+"""`benchmarks/trace_replay.py`: what it counts, and that an engine's hits equal the count."""
 
 from __future__ import annotations
 
@@ -10,13 +10,91 @@ from typing import Any
 
 import pytest
 
-from quire.cli import main
-from quire.planning.traces import count_chunks, read_trace, scaled
-from tests.effort import IS_FULL, full_only
+from quire.planning.traces import TraceRequest, read_trace, read_workload
+from quire.planning.workload import Arrival, Span, Workload
+from tests.benchmark_scripts import benchmark
+from tests.effort import IS_FULL, full_only, tries
 from tests.tiny_models import save_tiny
-from tests.trace_cases import FORKS, blocks, conversation, random_trace, write
+from tests.trace_cases import FORKS, blocks, conversation, counted_on_tokens, random_trace, write
 
+replay = benchmark("trace_replay")
+
+IDS = range(64, 129)
 FLAGS = ["--model.dtype", "float32", "--runtime.device", "cpu", "--runtime.threads", "1"]
+
+
+# ---- the count
+
+
+@pytest.mark.parametrize("block_tokens", [4, 32, 48, 64, 100, 512])
+def test_the_count_is_the_common_prefix_of_what_is_sent(block_tokens: int, tmp_path: Path) -> None:
+    draw = random.Random(block_tokens)
+    for asked in (FORKS, *(random_trace(draw, 40) for _ in range(tries(5)))):
+        requests = replay.scaled(read_trace(write(tmp_path / "trace", asked), 100), block_tokens, None)
+        prompts = replay.make_prompts(requests, block_tokens, IDS)
+        assert prompts == replay.make_prompts(requests, block_tokens, IDS), "the same in every run"
+        assert [len(prompt) for prompt in prompts] == [each.input_tokens for each in requests]
+        assert all(token in IDS for prompt in prompts for token in prompt)
+        for is_dense in (False, True):
+            matches = replay.count_matches(requests, block_tokens, is_dense=is_dense)
+            assert matches == counted_on_tokens(prompts, is_dense)
+            assert block_tokens < 32 or sum(matches) > 0
+
+
+def test_blocks_of_different_ids_differ_before_a_chunk_can_end(tmp_path: Path) -> None:
+    """Even with more blocks than there are token ids."""
+    asked = [blocks(*range(100 * first, 100 * first + 100)) for first in range(50)]
+    requests = replay.scaled(read_trace(write(tmp_path / "trace", asked), 100), 4, None)
+    prompts = replay.make_prompts(requests, 4, range(10, 19))
+    heads = {tuple(prompt[start : start + 4]) for prompt in prompts for start in range(0, 400, 4)}
+    assert len(heads) == 5000
+
+
+def test_lengths_are_scaled_up_to_whole_tokens(tmp_path: Path) -> None:
+    asked = [(1, 0, [0]), (16, 16, [0]), (17, 17, [0]), (512, 512, [0]), (513, 513, [0, 1])]
+    read = read_trace(write(tmp_path / "trace", asked), 100)
+    assert [each.input_tokens for each in read] == [1, 16, 17, 512, 513]
+    assert [each.output_tokens for each in read] == [1, 16, 17, 512, 513], "there is no answer of no token"
+    shorter = replay.scaled(read, 32, None)
+    assert [each.input_tokens for each in shorter] == [each.output_tokens for each in shorter] == [1, 1, 2, 32, 33]
+    assert {each.output_tokens for each in replay.scaled(read, 32, 7)} == {7}
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("block_tokens", [32, 64])
+def test_the_count_holds_on_a_real_trace(data_dir: Path, block_tokens: int) -> None:
+    requests = replay.scaled(read_trace(conversation(data_dir), 500), block_tokens, None)
+    prompts = replay.make_prompts(requests, block_tokens, range(12288, 24576))
+    matches = replay.count_matches(requests, block_tokens, is_dense=True)
+    assert matches == counted_on_tokens(prompts, True) and sum(matches) > 0
+
+
+@pytest.mark.data
+def test_the_count_is_that_of_a_real_workload(data_dir: Path) -> None:
+    path = conversation(data_dir)
+    expected = replay.count_matches(read_trace(path, 1500), 512, is_dense=True)
+    assert read_workload(path, 1500).cached_tokens.tolist() == expected and sum(expected) > 0
+
+
+@pytest.mark.parametrize("seed", range(tries(4)))
+def test_the_count_is_that_of_a_workload(seed: int) -> None:
+    draw = random.Random(seed)
+    requests: list[TraceRequest] = []
+    for index in range(60):
+        ids = list(draw.choice(requests).blocks) if requests and draw.random() < 0.8 else []
+        ids = ids[: draw.randint(0, len(ids))]
+        ids += [draw.randrange(30) for _ in range(draw.randint(0 if ids else 1, 3))]
+        size = 512 * len(ids) - draw.choice([0, 0, 1, 17, 448, 500, 511])
+        requests.append(TraceRequest(index, float(index), size, 1, tuple(ids)))
+    arrivals = []
+    for each in requests:
+        sizes = [min(512, each.input_tokens - 512 * place) for place in range(len(each.blocks))]
+        arrivals.append(Arrival(each.seconds, tuple(map(Span, each.blocks, sizes)), 1))
+    expected = replay.count_matches(requests, 512, is_dense=True)
+    assert Workload("w", arrivals).cached_tokens.tolist() == expected and sum(expected) > 0
+
+
+# ---- the replay
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +106,8 @@ def bench(folder: str, trace: Path, *flags: str) -> tuple[int, dict[str, Any]]:
     """Exit status and row of a run."""
     out = trace.with_suffix(".out")
     out.unlink(missing_ok=True)
-    status = main(["bench", "trace", folder, "--trace", str(trace), "--json", str(out), *FLAGS, *flags])
+    words = ["--model", folder, "--trace", str(trace), "--json", str(out)]
+    status = replay.main([*words, *FLAGS, *flags])
     return status, json.loads(out.read_text())
 
 
@@ -111,7 +190,7 @@ def test_a_cache_as_large_as_was_said_is_enough_and_a_smaller_one_is_told(
     status, row = bench(folder, trace, "--cache.memory", said)
     assert status == 0 and row["is_exact"] and row["evicted_bytes"] == 0
     assert "holds the whole trace" in capsys.readouterr().out
-    chunks = count_chunks(scaled(read_trace(trace, 500), 32, None), [0] + [64] * 11 + [767] * 12)
+    chunks = replay.count_chunks(replay.scaled(read_trace(trace, 500), 32, None), [0] + [64] * 11 + [767] * 12)
     assert row["cached_bytes"] <= chunks * 64 * 2 * 2 * 12 * 2 * 4 <= row["cache_bytes"]
 
 
@@ -127,11 +206,28 @@ def test_requests_at_once_share_what_is_there(folder: str, tmp_path: Path, pace:
 
 
 def test_a_cache_the_machine_cannot_hold_is_refused(
-    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.engine.build.available_memory", lambda device: 2**20)
-    assert main(["bench", "trace", folder, "--trace", str(write(tmp_path / "trace", FORKS)), *FLAGS]) == 2
-    assert re.search(r"the 14 requests of .* need cache.memory \d+MiB", capsys.readouterr().err)
+    with pytest.raises(SystemExit, match=r"the 14 requests of .* need cache.memory \d+MiB"):
+        bench(folder, write(tmp_path / "trace", FORKS))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--block-tokens", "30"], "--block-tokens is 30; it must be a multiple of 4"),
+        (["--speed", "0"], "--speed is 0.0"),
+        (["--cache.share", "false"], "cache.share is false"),
+        (["--block-tokens", "1024"], "line 7: 7992 prompt tokens and 1024 output tokens exceed"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(
+    folder: str, flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench(folder, write(tmp_path / "trace", FORKS), *flags)
+    assert said in f"{ended.value}{capsys.readouterr().err}"
 
 
 @pytest.mark.data

@@ -1,6 +1,6 @@
 """Runs one configuration, and tells latencies and memory. A process of its own, so that its memory is the run's alone:
 
-    python -m quire.evaluation.compose_run      with an `Order` as JSON on the standard input
+    python benchmarks/compose/run_systems.py    with an `Order` as JSON on the standard input
 
 It prints a `Reply` as JSON on the last line of the standard output. Clients are tasks of this process, which cost
 little. Without instances the engine is in this process too, on a thread; with instances it is the router.
@@ -23,13 +23,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asking import Asked, asked
+from results import Served, Stage
+from systems import Load
+
 from quire.async_llm import AsyncLLM
 from quire.cluster.cluster import Cluster
 from quire.config import ClusterConfig
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, QuireError
-from quire.evaluation.compose import Load, Served, Stage
-from quire.evaluation.compose_load import Asked, asked
 
 MEMORY_SECONDS = 0.5
 """Between two looks at the memory. Each takes some milliseconds of a core."""
@@ -110,7 +112,7 @@ class Reply:
 def start(order: Order) -> Reply:
     """Runs an order in a process of its own. Raises QuireError if that does not end as it should."""
     limit = START_SECONDS + STAGE_FACTOR * order.load.seconds * len(order.load.clients)
-    command = [sys.executable, "-m", "quire.evaluation.compose_run"]
+    command = [sys.executable, __file__]
     try:
         done = subprocess.run(
             command, input=order.to_json(), capture_output=True, text=True, timeout=limit, check=False
@@ -144,9 +146,7 @@ def proportional_bytes(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError) as error:
         if Path("/proc/self/smaps_rollup").exists():
             return 0
-        raise ConfigError(
-            "quire bench compose needs /proc/PID/smaps_rollup, which this system does not have"
-        ) from error
+        raise ConfigError("the benchmark needs /proc/PID/smaps_rollup, which this system does not have") from error
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
 
 
