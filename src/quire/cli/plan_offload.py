@@ -159,23 +159,26 @@ class PaperPlanner(OffloadPlanner):
         from quire.offload import paper
         from quire.offload.costs import CostModel, Form
 
-        options = dataclasses.replace(paper.FORMS[Form(self.form)], slack=(self.slack,) * 3)
+        form = Form(self.form)
+        options = dataclasses.replace(paper.FORMS[form], slack=self.slack)
         gpu, cpu, disk = self.capacities
-        machine = paper.t4(self.shape.hidden_size, micro_batch, (gpu, cpu, disk), options)
+        machine = paper.t4(self.shape.hidden_size, micro_batch, (gpu, cpu, disk), form)
         return CostModel(self.sizes, self.workload, machine, micro_batch, num_batches, options)
 
     def search(self) -> list[Found]:
         """See Planner."""
         from quire.offload.planner import MICRO_BATCHES
-        from quire.offload.policy import BATCHES, lacks_of, search
+        from quire.offload.policy import BATCHES, lack_text, lacks_of, placed, search
 
         batches = [
             (micro, count) for micro in self.micro_batches or MICRO_BATCHES for count in self.num_batches or BATCHES
         ]
-        found = search(self.model_of, batches)
+        found = search(lambda *size: placed(self.model_of(*size)), batches)
         if not found:
             micro, count = batches[0]
-            raise self.too_small(f"with blocks of {count} x {micro}, {lacks_of(self.model_of(micro, count))}")
+            raise self.too_small(
+                f"with blocks of {count} x {micro}, {lack_text(lacks_of(self.model_of(micro, count)))}"
+            )
         return found
 
 

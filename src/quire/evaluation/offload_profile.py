@@ -329,7 +329,7 @@ def _scratch(profile: Profile, sizes: Sizes, runs: Sequence[Run]) -> float:
         alike = [run for run in runs if (run.disk_share, run.host_share) == place]
         explained = max(_prediction(profile, sizes, run).memory[profile.tiers[0]] for run in alike)
         rows = max(min(run.sequences * run.prompt_tokens, run.budget) for run in alike)
-        scratch = rows * max(each.num_bytes for each in sizes.decode)
+        scratch = rows * max(sizes.decode)
         found.append(1 + (max(run.memory for run in alike) - explained) / scratch)
     return max(1.0, statistics.median(found))
 

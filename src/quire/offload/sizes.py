@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.models.shape import ITEM_BYTES
-from quire.offload.costs import Scratch, Sizes
+from quire.offload.costs import Sizes
 
 if TYPE_CHECKING:
     from quire.models.shape import ModelShape
@@ -77,8 +77,8 @@ def sizes_of(
         layer_flops=2.0 * multiplied / layers,
         pair_flops=4.0 * shape.q_size,
         score_bytes=4.0 * shape.num_q_heads,
-        prefill=tuple(Scratch(tokens * stage) for stage in stages),
-        decode=tuple(Scratch(stage) for stage in stages),
+        prefill=tuple(tokens * stage for stage in stages),
+        decode=stages,
         head_flops=head,
         fixed_bytes=outside,
     )
