@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.evaluation import offload_profile
 from quire.offload.costs import Policy, Workload
@@ -348,7 +349,8 @@ def test_a_generation_reads_what_its_passes_read(
         "cache.memory": "64MiB", "model.dtype": "bfloat16", "scheduler.token_budget": budget,
         "scheduler.max_running": 64,
     }  # fmt: skip
-    with offload_profile.generator(model, options, None, on_disk(disk_share).weights) as made:
+    config = EngineConfig.from_options(options)
+    with offload_profile.generator(model, config, on_disk(disk_share).weights) as made:
         made.run(1, 8, 2)
         streamed = made.model.weights.streamed_bytes
         assert streamed > 0

@@ -33,7 +33,8 @@ from quire.offload.profile import (
     read_profile,
 )
 from quire.offload.units import ALL, NONE, Share, Split
-from tests.tiny_models import save_tiny
+from quire.planning import offload_sizes
+from tests.tiny_models import save_tiny, tiny_shape
 
 MIB = 1 << 20
 SIZES = Sizes(
@@ -233,9 +234,9 @@ def test_runs_beside_a_gpu_have_weights_on_all_tiers(
     """Ten layers of 4 MiB, and 4 MiB beside them; 0.7 of the free memory is used."""
     free = {"cuda": gpu * MIB, "cpu": cpu * MIB}
     monkeypatch.setattr(offload_profile, "available_memory", lambda device: free[device.type])
-    monkeypatch.setattr(offload_profile, "has_device", lambda config: True)
+    monkeypatch.setattr(offload_sizes, "device_type_of", lambda device: "cuda")
     sizes = dataclasses.replace(SIZES, fixed_bytes=4.0 * MIB)
-    subject = offload_profile.Subject("tiny", {}, None, EngineConfig(), sizes, 512)
+    subject = offload_sizes.Subject("tiny", EngineConfig(), tiny_shape(), sizes)
     found = offload_profile.placements(subject)
     assert [pytest.approx(each, abs=1e-3) for each in expected] == [split.shares for split in found]
 
@@ -265,7 +266,8 @@ def test_the_policy_of_a_generation_overrides_settings(tmp_path: Path) -> None:
         "overlap = false\n"
     )
     options = {"cache.memory": "16MiB", "model.dtype": "bfloat16"}
-    with offload_profile.generator(model, options, file, on_disk(0.5).weights) as made:
+    config = EngineConfig.from_options(options, file)
+    with offload_profile.generator(model, config, on_disk(0.5).weights) as made:
         assert made.run(3, 5, 2).seconds > 0
         assert "cache_near" not in made.llm.stats()["offload"] and made.model.overlaps
         assert not isinstance(made.llm.engine.runner.attention, BlockAttention)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from quire.cache.ledger import PAGE_TOKENS
 from quire.errors import ConfigError
 from quire.offload.costs import CostModel, Form, Link, Machine, Options, Rates, Traffic
-from quire.offload.policy import BATCHES, Found, PlanError, lack_text, lacks_of, placed, search
+from quire.offload.policy import BATCHES, Found, PlanError, lack_text, no_fit, placed, search
 from quire.offload.policy import predict as predict_with
 from quire.offload.weight_placement import NUM_BUFFERS, assign_tiers, buffer_sizes
 
@@ -275,5 +275,4 @@ def plan_all(
         return found
     if lacks:
         raise PlanError(lack_text(min(lacks, key=lambda lack: sum(lack.values()))))
-    micro_batch, count = blocks[0]
-    raise PlanError(f"with blocks of {count} x {micro_batch}, {lack_text(lacks_of(model(*blocks[0], capacities)))}")
+    raise no_fit(model(*blocks[0], capacities))

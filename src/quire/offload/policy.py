@@ -80,6 +80,11 @@ def lack_text(num_bytes: Mapping[str, float]) -> str:
     return ", ".join(f"{tier} lacks {format_bytes(int(size) + 1)}" for tier, size in num_bytes.items())
 
 
+def no_fit(model: CostModel) -> PlanError:
+    """The error of a block that does not fit, which names what is missing. Raises PlanError if no memory helps."""
+    return PlanError(f"with blocks of {model.num_batches} x {model.micro_batch}, {lack_text(lacks_of(model))}")
+
+
 def predict(model: CostModel, policy: Policy) -> Prediction:
     """The times and bytes of a policy, whether it fits or not."""
     assert policy.block == model.block, f"a policy for {policy.block} sequences, a model of {model.block}"
