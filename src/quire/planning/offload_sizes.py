@@ -65,18 +65,18 @@ class Subject:
             with open_model(resolve_model(name)) as checkpoint:
                 shape = checkpoint.shape
                 stored = {tensor: checkpoint.kind(tensor) for tensor in shape.tensor_shapes}
-        has_gpu = device_type_of(config.runtime.device) == "cuda"
-        dtype = dtype_of(shape, config)
+        dtype = _dtype(shape, config)
 
         def kind_of(tensor: str) -> str | None:
-            return loaded_kind(tensor, shape.tensor_shapes[tensor], stored[tensor], config.model.weights, BLOCK_KINDS)
+            size = shape.tensor_shapes[tensor]
+            return loaded_kind(tensor, size, stored[tensor], config.model.weights, BLOCK_KINDS)
 
         def tensor_bytes(tensor: str, size: tuple[int, ...]) -> float:
             kind = kind_of(tensor)
-            return float(
-                math.prod(size) * ITEM_BYTES[dtype] if kind is None else size[0] * loaded_row_bytes(kind, size[1])
-            )
+            of_rows = ITEM_BYTES[dtype] * math.prod(size[1:]) if kind is None else loaded_row_bytes(kind, size[1])
+            return float(size[0] * of_rows)
 
+        has_gpu = _has_gpu(config)
         pages, _ = sealed_pages(config, shape, torch_dtype(dtype), None, "triton" if has_gpu else "cpu")
         per_token, of_open = 2.0 * shape.kv_size * ITEM_BYTES[dtype], 0.0
         if pages is not None:
@@ -93,12 +93,12 @@ class Subject:
     @property
     def dtype(self) -> str:
         """Of activations."""
-        return dtype_of(self.shape, self.config)
+        return _dtype(self.shape, self.config)
 
     @property
     def has_device(self) -> bool:
         """Whether a GPU computes."""
-        return device_type_of(self.config.runtime.device) == "cuda"
+        return _has_gpu(self.config)
 
     @property
     def max_context(self) -> int:
@@ -151,6 +151,9 @@ class Subject:
         )
 
 
-def dtype_of(shape: ModelShape, config: EngineConfig) -> str:
-    """Of activations."""
+def _has_gpu(config: EngineConfig) -> bool:
+    return device_type_of(config.runtime.device) == "cuda"
+
+
+def _dtype(shape: ModelShape, config: EngineConfig) -> str:
     return shape.dtype if config.model.dtype == "auto" else config.model.dtype
