@@ -65,11 +65,11 @@ def profile_with(**changes: Any) -> Profile:
     return dataclasses.replace(found, **changes)
 
 
-def with_device(**changes: Any) -> Profile:
-    """A machine with a GPU, whose attention on the host takes twice as long as on the GPU."""
+def with_device(slow: float = 2.0, **changes: Any) -> Profile:
+    """A machine with a GPU. slow: factor on the seconds of attention on the host, beside those of the GPU."""
     made = profile_with()
     far = dataclasses.replace(
-        made.attention, seconds=tuple(tuple(2 * each for each in line) for line in made.attention.seconds)
+        made.attention, seconds=tuple(tuple(slow * each for each in line) for line in made.attention.seconds)
     )
     return dataclasses.replace(made, device=Device(Rate(1e9), Rate(5e8), far), **changes)
 
@@ -209,12 +209,6 @@ def test_attention_is_linear_in_rows_and_context() -> None:
     assert table.at(8, 128) == pytest.approx(24.0)
 
 
-# Passes.
-
-
-# Predictions.
-
-
 # A GPU.
 
 
@@ -239,12 +233,6 @@ def test_runs_beside_a_gpu_have_weights_on_all_tiers(
     subject = offload_sizes.Subject("tiny", EngineConfig(), tiny_shape(), sizes)
     found = offload_profile.placements(subject)
     assert [pytest.approx(each, abs=1e-3) for each in expected] == [split.shares for split in found]
-
-
-# The fit.
-
-
-# Plans.
 
 
 # Measuring.

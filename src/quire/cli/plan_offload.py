@@ -104,7 +104,7 @@ def _planned(args: argparse.Namespace) -> OffloadPlan:
         raise ConfigError("--plan.gpu has no effect: the profile has the tiers cpu and disk")
     config = EngineConfig.from_options(options if is_paper else {"offload.mode": "auto", **options}, args.config)
     workload = _workload(args, config)
-    subject = Subject.of(args.model, config, workload, on_gpu=is_paper or None)
+    subject = Subject.of(args.model, config, on_gpu=is_paper or None)
     if profile is not None:
         profile.check(subject.conditions())
     tokens, limit = args.input_tokens + args.output_tokens, subject.shape.context_limit

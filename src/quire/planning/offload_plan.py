@@ -95,10 +95,12 @@ def plan_paper(
 ) -> OffloadPlan:
     """Placements on the machine of FlexGen's paper. capacities: bytes. Raises PlanError if nothing fits."""
     options = dataclasses.replace(FORMS[form], slack=slack)
+    scratch = tuple(workload.prompt_tokens * each for each in subject.sizes.decode)
+    sizes = dataclasses.replace(subject.sizes, prefill=scratch)
 
     def model(micro_batch: int, count: int) -> CostModel:
         machine = t4(subject.shape.hidden_size, micro_batch, capacities, form)
-        return CostModel(subject.sizes, workload, machine, micro_batch, count, options)
+        return CostModel(sizes, workload, machine, micro_batch, count, options)
 
     counts = list(BATCHES if num_batches is None else num_batches)
     blocks = [(micro, count) for micro in micro_batches for count in counts]

@@ -26,7 +26,6 @@ from quire.models.quants import BLOCK_KINDS, loaded_row_bytes
 from quire.models.resolve import resolve_model
 from quire.models.shape import ITEM_BYTES
 from quire.models.weights import open_model
-from quire.offload.costs import Workload
 from quire.offload.profile import Conditions, numbers_of
 from quire.offload.sizes import matrices_of, sizes_of
 
@@ -49,13 +48,10 @@ class Subject:
     sizes: Sizes
 
     @classmethod
-    def of(
-        cls, name: str, config: EngineConfig, workload: Workload | None = None, *, on_gpu: bool | None = None
-    ) -> Subject:
-        """Reads the model's headers. Raises ModelError or ConfigError.
+    def of(cls, name: str, config: EngineConfig, *, on_gpu: bool | None = None) -> Subject:
+        """Reads the model's headers. on_gpu: whether a GPU computes; None: as on this machine.
 
-        workload  for the paper's working memory of prompts; None: nothing needs it
-        on_gpu    whether a GPU computes; None: as on this machine
+        Raises ModelError or ConfigError.
         """
         path = Path(name)
         if path.suffix == ".json":
@@ -84,7 +80,7 @@ class Subject:
             chunk = page_counts(pages, shape.num_layers, shape.num_kv_heads)
             per_token = sum(size * count for size, count in chunk.items()) / shape.num_layers / PAGE_TOKENS
         gates_inside = not (has_gpu if on_gpu is None else on_gpu)
-        sizes = sizes_of(shape, dtype, tensor_bytes, per_token, workload or Workload(1, 1), gates_inside=gates_inside)
+        sizes = sizes_of(shape, dtype, tensor_bytes, per_token, gates_inside=gates_inside)
         matrices = matrices_of(shape, tensor_bytes, kind_of)
         window = float(shape.sliding_window or math.inf)
         sizes = dataclasses.replace(sizes, open_cache_bytes=of_open, matrices=matrices, window=window)
