@@ -129,27 +129,29 @@ def quire(shape: ModelShape, given: argparse.Namespace, device: str) -> dict[str
 
 def planned(folder: Path, shape: Mapping[str, Any], memory: float, prompt: int, output: int) -> tuple[float, float]:
     """Tokens per second as predicted and as measured. memory: bytes of the first tier."""
+    from quire.config import EngineConfig
     from quire.engine.machine import available_memory
-    from quire.evaluation.offload_profile import Subject, generator, measure_machine
+    from quire.evaluation.offload_profile import generator, measure_machine
     from quire.offload.costs import Workload
     from quire.offload.planner import MICRO_BATCHES, plan_all
     from quire.offload.policy import best
-    from quire.planning.offload_sizes import token_budget_of
+    from quire.planning.offload_sizes import Subject
 
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     options = {"model.max_context": -(-(prompt + output) // 64) * 64, "scheduler.max_running": 64}
-    subject = Subject.of(str(make_model(folder / "model", shape)), options)
+    config = EngineConfig.from_options({"offload.mode": "auto", **options})
+    subject = Subject.of(str(make_model(folder / "model", shape)), config)
     profile = measure_machine(subject, tell=lambda what: print(f"measuring {what}", flush=True))
     capacities = memory, available_memory(torch.device("cpu")) * 0.5, shutil.disk_usage(folder).free * 0.5
     found = best(
         plan_all(
             profile, subject.sizes, Workload(prompt, output), capacities[: len(profile.tiers) - 1] + capacities[2:],
-            budget=token_budget_of(subject.config), slack=0.9, micro_batches=MICRO_BATCHES[:12], most=64,
+            budget=subject.token_budget, slack=0.9, micro_batches=MICRO_BATCHES[:12], most=64,
         )
     )  # fmt: skip
     assert found is not None
     print(f"plan: {found.policy}; limited by {', '.join(found.prediction.binding)}")
-    with generator(subject.name, {**options, "cache.memory": "auto"}, None, found.policy) as made:
+    with generator(subject.name, config.with_options({"cache.memory": "auto"}), found.policy) as made:
         made.run(found.policy.block, prompt, 2)
         seconds = statistics.median(made.run(found.policy.block, prompt, output).seconds for _ in range(3))
     return found.prediction.throughput, found.policy.block * output / seconds

@@ -48,15 +48,14 @@ def variants(given: argparse.Namespace, config: Any) -> dict[str, tuple[Any, Any
     from quire.offload.profile import read_profile
     from quire.offload.units import ALL, NONE, Share, Split
     from quire.planning.batches import plan_batch, seconds_of, workload_of
-    from quire.planning.offload_sizes import sizes_from, token_budget_of
+    from quire.planning.offload_sizes import Subject
 
     prompts, outputs = prompts_of(given, 0), [given.output] * given.lines
     work = workload_of(prompts, outputs)
-    profile, (_, sizes) = read_profile(given.profile), sizes_from(str(given.model), config, work)
-    budget = token_budget_of(config)
+    profile, subject = read_profile(given.profile), Subject.of(str(given.model), config)
 
     def said(policy: Policy) -> Any:
-        return predict(profile, sizes, work, policy, budget=budget)
+        return predict(profile, subject.sizes, work, policy, budget=subject.token_budget)
 
     def row(policy: Policy, **more: Any) -> tuple[Any, Any, dict[str, Any]]:
         prediction = said(policy)
@@ -129,14 +128,16 @@ def main() -> int:
     given = parser.parse_args()
     os.environ["XDG_CACHE_HOME"] = str(given.work.absolute() / "cache")
     from quire.config import EngineConfig
-    from quire.evaluation.offload_profile import Subject, measure_machine
+    from quire.evaluation.offload_profile import measure_machine
     from quire.offload.profile import profile_text
+    from quire.planning.offload_sizes import Subject
 
     given.model, load = make_model(given.work / "model", SHAPE), OtherLoad()
     if given.profile is None:
         given.profile = given.work / "machine.json"
-        options = {"offload.disk_bandwidth": BANDWIDTH, "runtime.threads": given.threads}
-        made = measure_machine(Subject.of(str(given.model), options), tell=lambda what: print(what, file=sys.stderr))
+        options = {"offload.mode": "auto", "offload.disk_bandwidth": BANDWIDTH, "runtime.threads": given.threads}
+        subject = Subject.of(str(given.model), EngineConfig.from_options(options))
+        made = measure_machine(subject, tell=lambda what: print(what, file=sys.stderr))
         given.profile.write_text(profile_text(made))
     settings = {
         "offload.mode": "auto", "offload.profile": str(given.profile), "offload.memory": given.memory,

@@ -168,13 +168,13 @@ def run_round(given: argparse.Namespace, subject: Any, calibration: Calibration,
     for each in runs:
         by_engine.setdefault(each.engine, []).append(each)
     for _, cases in sorted(by_engine.items()):
-        first, options = cases[0], subject.options
+        first, config = cases[0], subject.config
         placement = first.policy(first.requested).weights
         if first.num_batches > 1:
             placement = first.policy(first.requested)
             longest = -(-(first.prompt + first.output) // 64) * 64
-            options = {**options, "cache.memory": "auto", "model.max_context": longest}
-        with generator(subject.name, options, None, placement) as made:
+            config = config.with_options({"cache.memory": "auto", "model.max_context": longest})
+        with generator(subject.name, config, placement) as made:
             made.run(1, 32, 2)
             for case in cases:
                 case.disk_share = made.disk_share
@@ -216,19 +216,21 @@ def main() -> int:
     given = parser.parse_args()
     given.quiet += max(0, len(os.sched_getaffinity(0)) - given.threads)
     os.environ["XDG_CACHE_HOME"] = str(given.work.absolute() / "cache")
-    from quire.evaluation.offload_profile import Subject, fitted, measure_parts, placements, run_shapes
+    from quire.config import EngineConfig
+    from quire.evaluation.offload_profile import fitted, measure_parts, placements, run_shapes
     from quire.models.image_folder import list_images
     from quire.offload.costs import Workload
     from quire.offload.planner import predict
     from quire.offload.profile import Run
     from quire.offload.quiet import OtherLoad
     from quire.offload.units import Share
-    from quire.planning.offload_sizes import token_budget_of
+    from quire.planning.offload_sizes import Subject
 
     model = make_model(given.work / "model", SHAPE)
     options = {"offload.disk_bandwidth": BANDWIDTH, "cache.memory": "512MiB", "runtime.threads": given.threads}
-    subject, load = Subject.of(str(model), options), OtherLoad()
-    given.budget = token_budget_of(subject.config)
+    config = EngineConfig.from_options({"offload.mode": "auto", **options})
+    subject, load = Subject.of(str(model), config), OtherLoad()
+    given.budget = subject.token_budget
     parts = measure_parts(subject, tell=lambda what: print(f"measuring {what}", file=sys.stderr, flush=True))
     calibration, drops = Calibration(parts, list_images()[0].path), Drops()
     fitting = [Case(split.shares[-1], *shape) for split in placements(subject) for shape in run_shapes(subject)]

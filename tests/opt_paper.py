@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.offload.costs import CostModel, Options, Scratch, Sizes, Workload
-from quire.offload.paper import PAPER, t4
+from quire.offload.costs import CostModel, Form, Options, Sizes, Workload
+from quire.offload.paper import FORMS, t4
 from quire.offload.units import Share, Split
 
 
@@ -33,31 +33,24 @@ OPT_30B = Opt(48, 7168, 28672, 56)
 OPT_175B = Opt(96, 12288, 49152, 96)
 
 
-def sizes(opt: Opt, workload: Workload, options: Options) -> Sizes:
-    """The bytes and operations of a layer in 16 bits, with the working memory of the appendix or of the code."""
-    h1, h2, heads = float(opt.hidden), float(opt.inner), float(opt.heads)
-    s, end = workload.prompt_tokens, workload.prompt_tokens + workload.output_tokens
-    scores, late_scores = 2 * heads * s**2, 2 * heads * end
-    if options.working_sum:
-        prefill = [8 * s * h1, 2 * s * h1 + scores, 2 * s * h1, 4 * s * h1, 2 * s * h2, 2 * s * h1]
-        decode = [Scratch(14 * h1 + 2 * h2, (2 * h1 + 2 * end * h1 + late_scores) + 2 * end * h1 + 2 * h1)]
-        # The cache that attention reads, twice, for loading ahead.
-        decode.append(Scratch(0.0, 4 * end * h1))
-        return _sizes(opt, [Scratch(each) for each in prefill], decode)
-    attention = Scratch(0.0, 4 * s * h1 + scores)
-    early = [Scratch(8 * s * h1), attention, Scratch(4 * s * h1), Scratch(2 * s * (h1 + h2))]
-    late = [Scratch(8 * h1), Scratch(0.0, 2 * h1 + 2 * end * h1 + late_scores), Scratch(4 * h1), Scratch(2 * (h1 + h2))]
-    return _sizes(opt, early, late)
+def sizes(opt: Opt, workload: Workload, form: Form) -> Sizes:
+    """The bytes and operations of a layer in 16 bits, with the working memory of the appendix or of the code.
 
-
-def _sizes(opt: Opt, prefill: list[Scratch], decode: list[Scratch]) -> Sizes:
+    Without what attention needs for the GPU's share of the cache, which the policies here leave empty.
+    """
+    h1, h2, s = float(opt.hidden), float(opt.inner), workload.prompt_tokens
+    if form is Form.SUMS:
+        prefill = [8 * s * h1, 2 * s * h1 + 2 * opt.heads * s**2, 2 * s * h1, 4 * s * h1, 2 * s * h2, 2 * s * h1]
+        decode = [14 * h1 + 2 * h2]
+    else:
+        prefill, decode = ([each * rows for each in (8 * h1, 4 * h1, 2 * (h1 + h2))] for rows in (s, 1))
     return Sizes(
         num_layers=opt.num_layers,
         layer_bytes=opt.layer_bytes,
-        cache_bytes=4.0 * opt.hidden,
-        hidden_bytes=2.0 * opt.hidden,
+        cache_bytes=4.0 * h1,
+        hidden_bytes=2.0 * h1,
         layer_flops=opt.layer_bytes,
-        pair_flops=4.0 * opt.hidden,
+        pair_flops=4.0 * h1,
         score_bytes=2.0 * opt.heads,
         prefill=tuple(prefill),
         decode=tuple(decode),
@@ -70,8 +63,8 @@ def cost_model(
     micro_batch: int,
     num_batches: int,
     capacities: tuple[float, float, float],
-    options: Options = PAPER,
+    options: Options = FORMS[Form.MAX],
 ) -> CostModel:
     """The paper's model of a block; capacities in bytes."""
-    machine = t4(opt.hidden, micro_batch, capacities, options)
-    return CostModel(sizes(opt, workload, options), workload, machine, micro_batch, num_batches, options)
+    machine = t4(opt.hidden, micro_batch, capacities, options.form)
+    return CostModel(sizes(opt, workload, options.form), workload, machine, micro_batch, num_batches, options)

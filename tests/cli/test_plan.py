@@ -10,7 +10,6 @@ import pytest
 
 from quire.cli import main
 from quire.models.families import shape_from_config
-from quire.offload.costs import Workload
 from quire.offload.files import read_policy
 from quire.offload.sizes import sizes_of
 from quire.offload.units import TIERS
@@ -59,7 +58,7 @@ def test_a_model_s_numbers_are_the_paper_s() -> None:
             numbers *= each
         return numbers
 
-    sizes = sizes_of(shape, "float16", plain, 4.0 * 7168, Workload(512, 32))
+    sizes = sizes_of(shape, "float16", plain, 4.0 * 7168)
     assert OPT_30B.layer_bytes < sizes.layer_bytes < 1.001 * OPT_30B.layer_bytes
     assert sizes.layer_flops == OPT_30B.layer_bytes  # 2 operations and 2 bytes per weight
     assert sizes.pair_flops == 4 * 7168 and sizes.hidden_bytes == 2 * 7168

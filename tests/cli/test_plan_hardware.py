@@ -13,11 +13,10 @@ from quire.cli import main
 from quire.config import EngineConfig
 from quire.evaluation import offload_profile
 from quire.offload import hardware, quiet
-from quire.offload.costs import Workload
 from quire.offload.files import read_policy
 from quire.offload.profile import profile_text, read_profile
 from quire.offload.units import TIERS
-from quire.planning.offload_sizes import conditions_of, sizes_from
+from quire.planning.offload_sizes import Subject
 from tests.offload.test_profile import MIB, profile_with
 from tests.offload.test_profile import cache_folder as cache_folder
 from tests.tiny_models import save_tiny
@@ -53,9 +52,8 @@ def test_a_machine_is_measured_and_planned_for(
     told = capsys.readouterr().out
     assert "weights are read at" in told and "ms a layer" in told and "fitted: " in told
     made = read_profile(file)
-    config = EngineConfig.from_options({"model.dtype": "bfloat16", "offload.mode": "auto"}, None)
-    shape, sizes = sizes_from(model, config, Workload(1, 1))
-    made.check(conditions_of(model, shape, config, sizes))
+    config = EngineConfig.from_options({"model.dtype": "bfloat16", "offload.mode": "auto"})
+    made.check(Subject.of(model, config).conditions())
     assert made.products.counts == hardware.ROWS and made.conditions.dtype == "bfloat16"
     shares = sorted({run.disk_share for run in made.runs})
     assert len(shares) == 3 and shares[0] == 0 and shares[-1] == 1
@@ -98,9 +96,8 @@ def test_a_profile_of_something_else_is_refused(
 def made_profile(tmp_path: Path) -> tuple[str, Path]:
     """A tiny model, and a made-up profile of it."""
     model = str(save_tiny(tmp_path / "model"))
-    config = EngineConfig.from_options({"model.dtype": "bfloat16", "offload.mode": "auto"}, None)
-    shape, sizes = sizes_from(model, config, Workload(1, 1))
-    made = profile_with(conditions=conditions_of(model, shape, config, sizes))
+    config = EngineConfig.from_options({"model.dtype": "bfloat16", "offload.mode": "auto"})
+    made = profile_with(conditions=Subject.of(model, config).conditions())
     file = tmp_path / "machine.json"
     file.write_text(profile_text(made))
     return model, file

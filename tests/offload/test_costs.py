@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from quire.offload.costs import Link, Policy, Traffic, Workload
-from quire.offload.paper import PAPER, REPOSITORY
+from quire.offload.costs import Form, Link, Policy, Traffic, Workload
+from quire.offload.paper import FORMS
 from quire.offload.policy import predict
 from quire.offload.units import Share
 from tests.offload.test_policy import ROOM, WORK
@@ -18,18 +18,18 @@ GIVEN = Policy(48, 3, percents(20, 80, 0), percents(0, 100, 0), percents(0, 100,
 
 
 def test_the_paper_s_policy_has_the_published_times() -> None:
-    sums = predict(cost_model(OPT_30B, WORK, 48, 3, ROOM, REPOSITORY), GIVEN)
+    sums = predict(cost_model(OPT_30B, WORK, 48, 3, ROOM, FORMS[Form.SUMS]), GIVEN)
     assert sums.prefill_seconds / 48 == pytest.approx(4.389, rel=1e-3)
     assert sums.decode_seconds / 48 / 31 == pytest.approx(0.2924, rel=1e-3)
     assert sums.throughput == pytest.approx(7.136, rel=1e-3)
-    most = predict(cost_model(OPT_30B, WORK, 48, 3, ROOM, PAPER), GIVEN)
+    most = predict(cost_model(OPT_30B, WORK, 48, 3, ROOM), GIVEN)
     assert most.decode_seconds / 48 / 31 == pytest.approx(0.221, rel=1e-2)
     assert most.throughput == pytest.approx(8.54, rel=1e-3)
 
 
 def test_attention_on_the_cpu_moves_a_row_and_not_the_cache() -> None:
     """4 h1 bytes a sequence and layer cross the bus, instead of 4 h1 (s + n/2)."""
-    model = cost_model(OPT_30B, WORK, 48, 3, ROOM, PAPER)
+    model = cost_model(OPT_30B, WORK, 48, 3, ROOM)
     one_way = Traffic.alike(1.0)
     first, second = model.machine.decode.links
     machine = dataclasses.replace(

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from quire.evaluation.offload_profile import fitted, seconds_of_run
-from quire.offload.costs import Scratch, Workload
+from quire.offload.costs import Workload
 from quire.offload.fit import fit
 from quire.offload.planner import predict
 from quire.offload.profile import Corrections, Run
@@ -39,7 +39,7 @@ def test_the_fit_recovers_known_corrections(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_fit_recovers_the_corrections_of_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     made, truth = with_device(), Corrections(1.3, 0.8, 1.6, 0.3, 0.004, 0.0005, bus=2.5)
     # So that copies are slower than products.
-    sizes = dataclasses.replace(SIZES, layer_bytes=20.0 * MIB, decode=(Scratch(1.0),))
+    sizes = dataclasses.replace(SIZES, layer_bytes=20.0 * MIB, decode=(1.0,))
     shapes = [(1, 32, 8), (4, 320, 2), (8, 96, 6), (32, 32, 6)]
     places = [(0.0, 0.0), (0.0, 0.5), (0.0, 1.0), (0.2, 0.8), (1.0, 0.0)]
     blank = [Run(Share(disk), *shape, BUDGET, 1.0, host_share=Share(host)) for disk, host in places for shape in shapes]
@@ -67,7 +67,7 @@ def test_one_run_leaves_what_it_does_not_show() -> None:
 
 def test_the_scratch_of_products_is_what_explains_the_largest_memory() -> None:
     made, rows = profile_with(), 256
-    sizes = dataclasses.replace(SIZES, decode=(Scratch(1000.0), Scratch(3000.0)))
+    sizes = dataclasses.replace(SIZES, decode=(1000.0, 3000.0))
 
     def memory(share: float, shape: tuple[int, int, int], factor: float) -> float:
         chosen = dataclasses.replace(made, corrections=Corrections(scratch=factor))

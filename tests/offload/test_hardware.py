@@ -45,19 +45,16 @@ def test_the_quietest_samples_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert quiet.quietest(lambda: next(values), 1) == [1.0]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
-def test_layers_of_every_family_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+@pytest.mark.parametrize(("family", "ops"), [("llama", None), ("qwen3", None), ("opt", None), ("llama", TorchOps())])
+def test_layers_of_every_family_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, ops: Any
+) -> None:
+    """ops: those of a device, beside those that offloading has on a CPU."""
     monkeypatch.setattr(hardware, "COLD_BYTES", 0)
+    dtype = torch.bfloat16 if ops is None else torch.float32
     with open_model(save_tiny(tmp_path / "model", family, num_hidden_layers=3)) as checkpoint:
-        timer = hardware.LayerTimer(checkpoint, torch.bfloat16, "native", 1e6)
+        timer = hardware.LayerTimer(checkpoint, dtype, "native", 1e6, ops=ops)
         assert timer.num_layers == 2 < checkpoint.shape.num_layers
-    assert timer.products(5) > 0 and timer.head(3) > 0
-
-
-def test_layers_are_timed_with_the_operations_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "COLD_BYTES", 0)
-    with open_model(save_tiny(tmp_path / "model", num_hidden_layers=3)) as checkpoint:
-        timer = hardware.LayerTimer(checkpoint, torch.float32, "native", 1e6, ops=TorchOps())
     assert timer.products(5) > 0 and timer.head(3) > 0
 
 

@@ -22,13 +22,12 @@ from quire.offload.costs import (
     Options,
     Policy,
     Rates,
-    Scratch,
     Sizes,
     Traffic,
     Workload,
 )
-from quire.offload.paper import GIB, PAPER, REPOSITORY
-from quire.offload.policy import PlanError, best, best_placement, lacks_of, predict, search
+from quire.offload.paper import FORMS, GIB
+from quire.offload.policy import Found, PlanError, best, best_placement, lack_text, lacks_of, placed, predict, search
 from quire.offload.units import TIERS, Share, Split, percent
 from tests.effort import full_only, tries
 from tests.opt_paper import OPT_30B, OPT_175B, cost_model, percents
@@ -37,8 +36,11 @@ WORK = Workload(prompt_tokens=512, output_tokens=32)
 ROOM = (16 * GIB, 200 * GIB, 1500 * GIB)
 
 
-def loose(slack: float, options: Options = REPOSITORY) -> Options:
-    return dataclasses.replace(options, slack=(slack,) * 3)
+REPOSITORY = FORMS[Form.SUMS]
+
+
+def loose(slack: float) -> Options:
+    return dataclasses.replace(REPOSITORY, slack=slack)
 
 
 @pytest.mark.parametrize(("slack", "weights", "throughput"), [(0.8, 0.087, 6.974), (1.0, 0.1476, 7.060)])
@@ -75,8 +77,8 @@ def test_opt_175b_becomes_feasible_with_4_bits() -> None:
 def test_without_a_placement_the_lack_is_named_and_filling_it_helps() -> None:
     model = cost_model(OPT_175B, WORK, 32, 8, ROOM, REPOSITORY)
     lack = lacks_of(model)
-    assert list(lack.num_bytes) == ["gpu"] and str(lack).startswith("gpu lacks ")
-    more = ROOM[0] + lack.num_bytes["gpu"]
+    assert list(lack) == ["gpu"] and lack_text(lack).startswith("gpu lacks ")
+    more = ROOM[0] + lack["gpu"]
     machine = dataclasses.replace(model.machine, capacities=(more * (1 + 1e-6), *ROOM[1:]))
     assert best_placement(dataclasses.replace(model, machine=machine)) is not None
     machine = dataclasses.replace(model.machine, capacities=(more * (1 - 1e-4), *ROOM[1:]))
@@ -86,12 +88,12 @@ def test_without_a_placement_the_lack_is_named_and_filling_it_helps() -> None:
 def test_the_cheapest_tier_that_helps_is_named_and_filling_it_helps() -> None:
     room = (16 * GIB, 40 * GIB, 1 * GIB)
     model = cost_model(OPT_30B, WORK, 4, 1, room, REPOSITORY)
-    (tier, size), *others = lacks_of(model).num_bytes.items()
+    (tier, size), *others = lacks_of(model).items()
     assert (tier, others) == ("disk", [])
     for factor, helps in ((1 + 1e-6, True), (1 - 1e-3, False)):
         machine = dataclasses.replace(model.machine, capacities=(*room[:2], room[2] + size * factor))
         assert (best_placement(dataclasses.replace(model, machine=machine)) is not None) is helps
-    assert lacks_of(cost_model(OPT_30B, WORK, 48, 3, ROOM, REPOSITORY)).num_bytes == {}
+    assert lacks_of(cost_model(OPT_30B, WORK, 48, 3, ROOM, REPOSITORY)) == {}
 
 
 def test_gpu_bytes_go_to_weights_before_the_cache_where_the_closed_form_says_so() -> None:
@@ -128,7 +130,7 @@ def random_model(rng: np.random.Generator) -> CostModel:
     cache = 4.0 * width * rng.choice([1, 0.25, 0.208])
     sizes = Sizes(
         layers, layer_bytes, cache, 2.0 * width, 8.0 * width**2, 4.0 * width, score_bytes=64.0,
-        prefill=(Scratch(4096.0 * width), Scratch(0.0, 512.0 * width)), decode=(Scratch(8.0 * width, 64.0 * width),),
+        prefill=(4096.0 * width, 512.0 * width), decode=(8.0 * width,),
         head_flops=2e5 * width,
     )  # fmt: skip
     work = Workload(
@@ -137,10 +139,8 @@ def random_model(rng: np.random.Generator) -> CostModel:
     )  # fmt: skip
     whole = layer_bytes * layers
     room = tuple(float(whole * rng.uniform(low, high)) for low, high in ((0.05, 1.5), (0.1, 4), (1, 20)))
-    options = Options(
-        Form(str(rng.choice(list(Form)))), (float(rng.uniform(0.7, 1)),) * 3, bool(rng.integers(2)),
-        bool(rng.integers(2)), bool(rng.integers(2)),
-    )  # fmt: skip
+    form, slack, tiers = Form(str(rng.choice(list(Form)))), float(rng.uniform(0.7, 1)), rng.integers(1, 4, 2)
+    options = Options(form, slack, int(tiers[0]), int(tiers[1]))
     micro, num = int(rng.choice([1, 4, 8, 32, 48])), int(rng.integers(1, 9))
     return CostModel(sizes, work, Machine(TIERS, room, rates(), rates()), micro, num, options)
 
@@ -152,14 +152,17 @@ def grid_best(model: CostModel, step: float) -> float:
     """
     count = round(1 / step)
     points = np.array([(a, b, count - a - b) for a in range(count + 1) for b in range(count + 1 - a)]) * step
-    hidden = points if model.options.hidden_on_last else points[points[:, 2] == 0]
+    cached, hidden = (
+        points[np.all(points[:, most:] == 0, axis=1)]
+        for most in (model.options.cache_tiers, model.options.hidden_tiers)
+    )
     spans = {kind: slice(3 * kind, 3 * kind + 3) for kind in Kind}
     steps = model.workload.output_tokens - 1
     least = np.inf
     for far in (0.0, 1.0):
 
         def sums(expression: np.ndarray, far: float = far) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            cache = points @ expression[spans[Kind.CACHE]] + far * expression[-2] * (1 - points[:, 0])
+            cache = cached @ expression[spans[Kind.CACHE]] + far * expression[-2] * (1 - cached[:, 0])
             return (
                 points @ expression[spans[Kind.WEIGHTS]] + expression[-1],
                 cache,
@@ -170,10 +173,8 @@ def grid_best(model: CostModel, step: float) -> float:
             [sums(bound) for bound in bounds.values()] for bounds in (model.prefill_bounds(), model.decode_bounds())
         ]
         needs = [
-            (sums(row), capacity * slack)
-            for (rows, capacity, slack) in zip(
-                model.memory().values(), model.machine.capacities, model.options.slack, strict=True
-            )
+            (sums(row), capacity * model.options.slack)
+            for rows, capacity in zip(model.memory().values(), model.machine.capacities, strict=True)
             for row in rows
         ]
         for index in range(len(points)):  # of the weights; the other two kinds are arrays
@@ -181,7 +182,7 @@ def grid_best(model: CostModel, step: float) -> float:
             def value(parts: tuple[np.ndarray, np.ndarray, np.ndarray], index: int = index) -> np.ndarray:
                 return parts[0][index] + parts[1][:, None] + parts[2][None, :]
 
-            fits = np.ones((len(points), len(hidden)), bool)
+            fits = np.ones((len(cached), len(hidden)), bool)
             for parts, limit in needs:
                 fits &= value(parts) <= limit * (1 + 1e-12)
             if not fits.any():
@@ -197,13 +198,13 @@ def check_against_grid(seed: int, step: float) -> bool:
     policy, found = best_placement(model), grid_best(model, step)
     if policy is None:
         assert found == np.inf, f"seed {seed}: the grid has a placement of {found} s"
-        assert lacks_of(model).num_bytes, f"seed {seed}: nothing fits, and nothing is lacking"
+        assert lacks_of(model), f"seed {seed}: nothing fits, and nothing is lacking"
         return False
     said = predict(model, policy)
     head = model.head_seconds() * model.workload.output_tokens
     assert said.seconds - head <= found * (1 + 1e-6) + 1e-9, f"seed {seed}: {said.seconds - head} s, the grid {found} s"
-    for tier, capacity, slack in zip(model.machine.tiers, model.machine.capacities, model.options.slack, strict=True):
-        assert said.memory[tier] < capacity * slack + 1, f"seed {seed}: {tier} is too small"
+    for tier, capacity in zip(model.machine.tiers, model.machine.capacities, strict=True):
+        assert said.memory[tier] < capacity * model.options.slack + 1, f"seed {seed}: {tier} is too small"
     return True
 
 
@@ -219,7 +220,7 @@ def test_the_program_is_at_least_as_good_as_every_point_of_a_fine_grid() -> None
 
 
 def test_attention_on_the_second_tier_is_chosen_where_it_is_faster() -> None:
-    model = cost_model(OPT_30B, WORK, 48, 3, ROOM, PAPER)
+    model = cost_model(OPT_30B, WORK, 48, 3, ROOM)
     for factor, chosen in ((1.0, True), (0.01, False)):
         rates = dataclasses.replace(model.machine.decode, far_flops=model.machine.decode.far_flops * factor)
         policy = best_placement(dataclasses.replace(model, machine=dataclasses.replace(model.machine, decode=rates)))
@@ -232,7 +233,7 @@ def test_throughput_has_several_maxima_and_the_search_finds_the_highest() -> Non
         return cost_model(OPT_30B, WORK, micro_batch, num_batches, ROOM, loose(1.0))
 
     sizes = list(itertools.product((4, 16, 48, 64), range(1, 9)))
-    found = search(model_of, sizes)
+    found = search(lambda *size: placed(model_of(*size)), sizes)
     chosen = best(found)
     assert chosen is not None
     assert chosen.prediction.throughput == max(each.prediction.throughput for each in found)
@@ -243,8 +244,8 @@ def test_throughput_has_several_maxima_and_the_search_finds_the_highest() -> Non
 
 
 def test_a_size_that_the_solver_gives_up_on_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def model_of(micro_batch: int, num_batches: int) -> CostModel:
-        return cost_model(OPT_30B, WORK, micro_batch, num_batches, ROOM)
+    def found(micro_batch: int, num_batches: int) -> Found | None:
+        return placed(cost_model(OPT_30B, WORK, micro_batch, num_batches, ROOM))
 
     def gives_up(*_: Any, **__: Any) -> Any:
         return SimpleNamespace(status=4, message="numerical difficulties", x=None)
@@ -252,10 +253,10 @@ def test_a_size_that_the_solver_gives_up_on_is_left_out(monkeypatch: pytest.Monk
     linprog, calls = scipy.optimize.linprog, itertools.count()
     # Each size is tried with and without presolve.
     monkeypatch.setattr(scipy.optimize, "linprog", lambda *a, **b: (gives_up if next(calls) < 2 else linprog)(*a, **b))
-    assert [each.policy.micro_batch for each in search(model_of, [(4, 1), (8, 1), (16, 1)])] == [8, 16]
+    assert [each.policy.micro_batch for each in search(found, [(4, 1), (8, 1), (16, 1)])] == [8, 16]
     monkeypatch.setattr(scipy.optimize, "linprog", gives_up)
     with pytest.raises(PlanError, match="not solved: numerical difficulties"):
-        search(model_of, [(4, 1)])
+        search(found, [(4, 1)])
 
 
 def test_two_tiers_are_enough() -> None:

@@ -33,7 +33,8 @@ from quire.offload.profile import (
     read_profile,
 )
 from quire.offload.units import ALL, NONE, Share, Split
-from tests.tiny_models import save_tiny
+from quire.planning import offload_sizes
+from tests.tiny_models import save_tiny, tiny_shape
 
 MIB = 1 << 20
 SIZES = Sizes(
@@ -64,11 +65,11 @@ def profile_with(**changes: Any) -> Profile:
     return dataclasses.replace(found, **changes)
 
 
-def with_device(**changes: Any) -> Profile:
-    """A machine with a GPU, whose attention on the host takes twice as long as on the GPU."""
+def with_device(slow: float = 2.0, **changes: Any) -> Profile:
+    """A machine with a GPU. slow: factor on the seconds of attention on the host, beside those of the GPU."""
     made = profile_with()
     far = dataclasses.replace(
-        made.attention, seconds=tuple(tuple(2 * each for each in line) for line in made.attention.seconds)
+        made.attention, seconds=tuple(tuple(slow * each for each in line) for line in made.attention.seconds)
     )
     return dataclasses.replace(made, device=Device(Rate(1e9), Rate(5e8), far), **changes)
 
@@ -96,21 +97,22 @@ def test_a_profile_survives_its_file(tmp_path: Path, make: Callable[[], Profile]
 
 BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("format",), 2, "not a profile of format 1"),
-    (("made",), 3, "made is 3; it must be a text"),
+    (("made",), 3, "made: Expected `str`, got `int`"),
     (("extra",), 3, "unknown field 'extra'"),
-    (("conditions",), [], "conditions is []; it must be an object"),
+    (("conditions",), [], "conditions: Expected `object`, got `array`"),
     (("conditions", "extra"), 1, "unknown field 'conditions.extra'"),
-    (("conditions", "threads"), 1.5, "conditions.threads is 1.5; it must be a whole number"),
-    (("conditions", "disk_bandwidth"), "fast", "conditions.disk_bandwidth is 'fast'; it must be a number or null"),
-    (("conditions", "shape"), 3, "conditions.shape is 3; it must be an object"),
-    (("conditions", "shape", "hidden_size"), True, "conditions.shape.hidden_size is True"),
-    (("disk", "is_direct"), 1, "disk.is_direct is 1; it must be true or false"),
-    (("disk", "reads"), {}, "disk.reads is {}; it must be a list"),
+    (("conditions", "threads"), 1.5, "conditions.threads: Expected `int`, got `float`"),
+    (("conditions", "disk_bandwidth"), "fast", "conditions.disk_bandwidth: Expected `float | null`, got `str`"),
+    (("conditions", "shape"), 3, "conditions.shape: Expected `object`, got `int`"),
+    (("conditions", "shape", "hidden_size"), True, "conditions.shape[...]: Expected `int | str`, got `bool`"),
+    (("disk", "is_direct"), 1, "disk.is_direct: Expected `bool`, got `int`"),
+    (("disk", "reads"), {}, "disk.reads: Expected `array`, got `object`"),
     (("disk", "reads", 0, "rate", "bandwidth"), -1.0, "disk.reads[0].rate: bandwidth is -1.0; it must be"),
-    (("disk", "streamed", "bandwidth"), math.inf, "disk.streamed.bandwidth is inf; it must be a number"),
+    (("disk", "streamed", "bandwidth"), math.inf, "disk.streamed: bandwidth is inf; it must be a number above 0"),
     (("disk", "request_seconds"), -1, "disk: request_seconds is -1"),
-    (("copy", "bandwidth"), True, "copy.bandwidth is True; it must be a number"),
-    (("yardstick",), None, "yardstick is None; it must be a number"),
+    (("copy", "bandwidth"), True, "copy.bandwidth: Expected `float`, got `bool`"),
+    (("yardstick",), None, "yardstick: Expected `float`, got `null`"),
+    (("yardstick",), math.nan, "yardstick is nan; it must be a finite number"),
     (("products", "counts"), [1, 8, 8], "products: counts are [1, 8, 8]"),
     (("products", "counts"), [0, 8, 64], "products: counts are [0, 8, 64]"),
     (("products", "counts"), [], "products: counts are []"),
@@ -118,16 +120,16 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("head", "seconds", 1), 0, "head: seconds is 0"),
     (("attention", "seconds"), [[1e-5, 1e-4]], "attention: seconds has 1 lines for 2 rows"),
     (("attention", "rows"), [8, 1], "attention: rows are [8, 1]"),
-    (("prompt", "seconds", 0), "x", "prompt.seconds[0] is 'x'"),
+    (("prompt", "seconds", 0), "x", "prompt.seconds[0]: Expected `float`, got `str`"),
     (("corrections", "disk"), 0, "corrections: disk is 0"),
     (("corrections", "exposed"), 1.5, "corrections: exposed is 1.5; it must be a share from 0 to 1"),
     (("corrections", "step_seconds"), -1, "corrections: step_seconds is -1"),
     (("runs", 0, "seconds"), 0, "runs[0]: seconds is 0"),
     (("runs", 0, "disk_share"), 2, "runs[0]: disk_share is 2"),
-    (("runs", 0, "sequences"), "4", "runs[0].sequences is '4'"),
+    (("runs", 0, "sequences"), "4", "runs[0].sequences: Expected `int`, got `str`"),
     (("runs", 0, "host_share"), -1, "runs[0]: host_share is -1"),
     (("corrections", "bus"), 0, "corrections: bus is 0"),
-    (("device",), 3, "device is 3; it must be an object"),
+    (("device",), 3, "device: Expected `object | null`, got `int`"),
     (("device", "up", "bandwidth"), 0, "device.up: bandwidth is 0"),
     (("device", "far", "rows"), [8, 1], "device.far: rows are [8, 1]"),
 ]  # fmt: skip
@@ -155,7 +157,7 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
     del fields[name]
     file = tmp_path / "machine.json"
     file.write_text(json.dumps(fields))
-    with pytest.raises(ConfigError, match=f"{name} is missing"):
+    with pytest.raises(ConfigError, match=f"missing required field `{name}`"):
         read_profile(file)
 
 
@@ -207,12 +209,6 @@ def test_attention_is_linear_in_rows_and_context() -> None:
     assert table.at(8, 128) == pytest.approx(24.0)
 
 
-# Passes.
-
-
-# Predictions.
-
-
 # A GPU.
 
 
@@ -232,17 +228,11 @@ def test_runs_beside_a_gpu_have_weights_on_all_tiers(
     """Ten layers of 4 MiB, and 4 MiB beside them; 0.7 of the free memory is used."""
     free = {"cuda": gpu * MIB, "cpu": cpu * MIB}
     monkeypatch.setattr(offload_profile, "available_memory", lambda device: free[device.type])
-    monkeypatch.setattr(offload_profile, "has_device", lambda config: True)
+    monkeypatch.setattr(offload_sizes, "device_type_of", lambda device: "cuda")
     sizes = dataclasses.replace(SIZES, fixed_bytes=4.0 * MIB)
-    subject = offload_profile.Subject("tiny", {}, None, EngineConfig(), sizes, 512)
+    subject = offload_sizes.Subject("tiny", EngineConfig(), tiny_shape(), sizes)
     found = offload_profile.placements(subject)
     assert [pytest.approx(each, abs=1e-3) for each in expected] == [split.shares for split in found]
-
-
-# The fit.
-
-
-# Plans.
 
 
 # Measuring.
@@ -264,7 +254,8 @@ def test_the_policy_of_a_generation_overrides_settings(tmp_path: Path) -> None:
         "overlap = false\n"
     )
     options = {"cache.memory": "16MiB", "model.dtype": "bfloat16"}
-    with offload_profile.generator(model, options, file, on_disk(0.5).weights) as made:
+    config = EngineConfig.from_options(options, file)
+    with offload_profile.generator(model, config, on_disk(0.5).weights) as made:
         assert made.run(3, 5, 2).seconds > 0
         assert "cache_near" not in made.llm.stats()["offload"] and made.model.overlaps
         assert not isinstance(made.llm.engine.runner.attention, BlockAttention)

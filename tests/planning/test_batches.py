@@ -19,7 +19,7 @@ from quire.offload.files import policy_text
 from quire.offload.profile import profile_text, read_profile
 from quire.offload.units import Share, Split
 from quire.planning.batches import BatchPlan, plan_batch, workload_of
-from quire.planning.offload_sizes import conditions_of, sizes_from
+from quire.planning.offload_sizes import Subject
 from tests.offload.test_profile import profile_with
 from tests.tiny_models import save_tiny
 
@@ -63,9 +63,7 @@ def profile(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
     load()  # from the user's cache, before that is another one
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config = EngineConfig.from_options(SETTINGS)
-    shape, sizes = sizes_from(str(model), config, Workload(1, 1))
-    made = profile_with(conditions=conditions_of(str(model), shape, config, sizes))
+    made = profile_with(conditions=Subject.of(str(model), EngineConfig.from_options(SETTINGS)).conditions())
     made = dataclasses.replace(made, disk=dataclasses.replace(made.disk, folder=str(tmp_path)))
     file = tmp_path / "machine.json"
     file.write_text(profile_text(made))
@@ -186,9 +184,8 @@ def test_the_memory_of_a_plan_holds_its_cache(
 @pytest.mark.parametrize("is_far", [False, True])
 def test_a_whole_block_of_an_encoded_cache_runs_at_once(profile: Path, tmp_path: Path, is_far: bool) -> None:
     model, codec = save_tiny(tmp_path / "wide", head_dim=64, num_hidden_layers=4), {"cache.codec": "g4"}
-    config = EngineConfig.from_options(SETTINGS | codec)
-    shape, sizes = sizes_from(str(model), config, Workload(1, 1))
-    made = dataclasses.replace(read_profile(profile), conditions=conditions_of(str(model), shape, config, sizes))
+    subject = Subject.of(str(model), EngineConfig.from_options(SETTINGS | codec))
+    made = dataclasses.replace(read_profile(profile), conditions=subject.conditions())
     profile.write_text(profile_text(made))
     prompts = [[5 + index] * 100 for index in range(24)]
     plan = plan_of(model, profile, prompts, [40] * 24, **codec)

@@ -129,7 +129,7 @@ def test_a_damaged_file_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest
     [
         ({"format": 2}, "not of format 1"),
         ({"losses": [1.0, -2.0]}, r"losses\[1\] is -2.0"),
-        ({"context": "long"}, "context is 'long'"),
+        ({"context": "long"}, "context: Expected `int`, got `str`"),
         ({"novelty": 1}, "unknown field 'novelty'"),
     ],
 )

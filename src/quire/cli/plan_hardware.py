@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.arguments import Arguments
 from quire.cli import shared
-from quire.config import format_bytes, options_from
+from quire.config import EngineConfig, format_bytes, options_from
 from quire.errors import ConfigError
 from quire.options import format_number
 
@@ -31,11 +31,12 @@ def run(args: argparse.Namespace) -> int:
     if Path(args.model).suffix == ".json":
         raise ConfigError(f"{args.model} has no weights to measure with")
     shared.check_writable(args.output)
-    from quire.evaluation.offload_profile import Subject, measure_machine
+    from quire.evaluation.offload_profile import measure_machine
     from quire.offload.profile import profile_text
+    from quire.planning.offload_sizes import Subject
 
-    subject = Subject.of(args.model, options_from(args), args.config)
-    profile = measure_machine(subject, folder=args.folder, rounds=args.rounds, tell=_tell)
+    config = EngineConfig.from_options({"offload.mode": "auto", **options_from(args)}, args.config)
+    profile = measure_machine(Subject.of(args.model, config), folder=args.folder, rounds=args.rounds, tell=_tell)
     text = profile_text(profile)
     args.output.write_text(text)
     if args.json:

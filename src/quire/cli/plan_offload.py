@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import os
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +15,9 @@ from quire.errors import ConfigError, QuireError
 from quire.options import format_count, format_number
 
 if TYPE_CHECKING:
-    from quire.offload.costs import CostModel, Workload
+    from quire.offload.costs import Workload
     from quire.offload.policy import Found
+    from quire.planning.offload_plan import OffloadPlan
 
 PAPER = "t4"
 """The value of --hardware for FlexGen's machine, in place of a profile."""
@@ -72,181 +70,81 @@ def run(args: argparse.Namespace) -> int:
         check_figure(args.plot)
     if args.output is not None:
         shared.check_writable(args.output)
-    planner = PaperPlanner(args) if args.hardware == PAPER else MeasuredPlanner(args)
-    tokens, limit = args.input_tokens + args.output_tokens, planner.shape.context_limit
-    if tokens > limit:
-        raise ConfigError(f"--input-tokens and --output-tokens are {tokens} in all; this model serves at most {limit}")
-    found = planner.search()
-    chosen = best(found)
+    plan = _planned(args)
+    chosen = best(plan.found)
     assert chosen is not None, "a search without placements"
     if args.output is not None:
-        args.output.write_text(policy_text(chosen.policy, planner.tiers))
+        args.output.write_text(policy_text(chosen.policy, plan.tiers))
     if args.plot is not None:
-        draw(args.plot, found, f"{Path(args.model).name} on {Path(args.hardware).name}")
+        draw(args.plot, plan.found, f"{Path(args.model).name} on {Path(args.hardware).name}")
     if args.json:
-        print(json.dumps(facts(planner, chosen), indent=2))
+        print(json.dumps(facts(plan, chosen), indent=2))
     else:
-        print_policy(planner, chosen)
+        print_policy(plan, chosen, args)
     return 0
 
 
-class OffloadPlanner(ABC):
-    """A model and a machine, from the command line.
+def _planned(args: argparse.Namespace) -> OffloadPlan:
+    """The placements for a command line. Raises QuireError with the lacking memory if none fits."""
+    from quire.offload.costs import Form
+    from quire.offload.planner import MICRO_BATCHES
+    from quire.offload.policy import PlanError
+    from quire.offload.profile import read_profile
+    from quire.planning.offload_plan import plan_measured, plan_paper
+    from quire.planning.offload_sizes import Subject
 
-    tiers       names, fastest first
-    capacities  bytes of each tier
-    """
-
-    tiers: tuple[str, ...]
-    capacities: tuple[float, ...]
-
-    def __init__(self, args: argparse.Namespace, options: dict[str, Any], *, on_gpu: bool | None = None) -> None:
-        """on_gpu: whether a GPU computes; None: as on this machine."""
-        from quire.planning.offload_sizes import has_device, sizes_from
-
-        self.config = EngineConfig.from_options(options, args.config)
-        self.plan = PlanConfig.from_flags(args)
-        self.workload = _workload(args, self.config)
-        if on_gpu is None:
-            on_gpu = has_device(self.config)
-        self.shape, self.sizes = sizes_from(args.model, self.config, self.workload, on_gpu=on_gpu)
-        self.slack = args.slack
-        self.micro_batches = [args.micro_batch] if args.micro_batch else None
-        self.num_batches = [args.num_batches] if args.num_batches else None
-
-    @abstractmethod
-    def search(self) -> list[Found]:
-        """The best placement of each block size that fits. Raises QuireError with the lacking memory if none fits."""
-
-    def too_small(self, lack: str) -> QuireError:
-        """The error of a machine that lacks memory, with settings that need less."""
-        from quire.planning.offload_sizes import remedies
-
-        return QuireError(f"no placement fits: {lack}{remedies(self.config)}")
+    is_paper, options, room = args.hardware == PAPER, options_from(args), PlanConfig.from_flags(args)
+    if is_paper and args.only_weights:
+        raise ConfigError(f"--only-weights is for a measured machine, not for --hardware {PAPER}")
+    if not is_paper and args.form is not None:
+        raise ConfigError(f"--form is for --hardware {PAPER}; a profile has a fitted one")
+    profile = None if is_paper else read_profile(Path(args.hardware))
+    has_gpu_flag = "plan.gpu" in options_from(args, ("plan",))
+    if profile is not None and profile.device is None and has_gpu_flag:
+        raise ConfigError("--plan.gpu has no effect: the profile has the tiers cpu and disk")
+    config = EngineConfig.from_options(options if is_paper else {"offload.mode": "auto", **options}, args.config)
+    workload = _workload(args, config)
+    subject = Subject.of(args.model, config, on_gpu=is_paper or None)
+    if profile is not None:
+        profile.check(subject.conditions())
+    tokens, limit = args.input_tokens + args.output_tokens, subject.shape.context_limit
+    if tokens > limit:
+        raise ConfigError(f"--input-tokens and --output-tokens are {tokens} in all; this model serves at most {limit}")
+    micros = [args.micro_batch] if args.micro_batch else MICRO_BATCHES
+    counts = [args.num_batches] if args.num_batches else None
+    try:
+        if profile is None:
+            capacities = (
+                float(room.gpu), float(PAPER_CPU if room.cpu is None else room.cpu),
+                float(PAPER_DISK if room.disk is None else room.disk),
+            )  # fmt: skip
+            form = Form(args.form or Form.SUMS)
+            return plan_paper(
+                subject, workload, capacities, form, slack=args.slack, micro_batches=micros, num_batches=counts
+            )
+        return plan_measured(
+            subject, profile, workload,
+            {"gpu": room.gpu if has_gpu_flag else None, "cpu": room.cpu, "disk": room.disk}, disk_setting="plan.disk",
+            slack=args.slack, only_weights=args.only_weights, micro_batches=micros, num_batches=counts,
+        )  # fmt: skip
+    except PlanError as error:
+        raise QuireError(f"no placement fits: {error}{subject.remedies}") from None
 
 
 def _workload(args: argparse.Namespace, config: EngineConfig) -> Workload:
     from quire.offload.costs import Workload
-    from quire.offload.units import ALL, Share
+    from quire.planning.offload_plan import kept_share
 
     if config.retain.threshold != "off":
         raise ConfigError("what retain.threshold keeps is known only after a prompt; plan with retain.budget")
-    budget = config.retain.budget
-    kept = ALL if budget == "off" else Share(min(1.0, budget))
+    kept = kept_share(config)
     prefixes = 1 if args.shared_tokens else 0
     return Workload(args.input_tokens, args.output_tokens, args.shared_tokens, prefixes, kept=kept, growth=kept)
 
 
-class PaperPlanner(OffloadPlanner):
-    """The machine of FlexGen's paper."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        from quire.offload.units import TIERS
-
-        if args.only_weights:
-            raise ConfigError(f"--only-weights is for a measured machine, not for --hardware {PAPER}")
-        super().__init__(args, options_from(args), on_gpu=True)
-        self.form = args.form or "sums"
-        self.tiers = TIERS
-        plan = self.plan
-        cpu, disk = (
-            given if given is not None else usual for given, usual in ((plan.cpu, PAPER_CPU), (plan.disk, PAPER_DISK))
-        )
-        self.capacities = (float(plan.gpu), float(cpu), float(disk))
-
-    def model_of(self, micro_batch: int, num_batches: int) -> CostModel:
-        """The cost model of a block size."""
-        from quire.offload import paper
-        from quire.offload.costs import CostModel, Form
-
-        options = dataclasses.replace(paper.FORMS[Form(self.form)], slack=(self.slack,) * 3)
-        gpu, cpu, disk = self.capacities
-        machine = paper.t4(self.shape.hidden_size, micro_batch, (gpu, cpu, disk), options)
-        return CostModel(self.sizes, self.workload, machine, micro_batch, num_batches, options)
-
-    def search(self) -> list[Found]:
-        """See Planner."""
-        from quire.offload.planner import MICRO_BATCHES
-        from quire.offload.policy import BATCHES, lacks_of, search
-
-        batches = [
-            (micro, count) for micro in self.micro_batches or MICRO_BATCHES for count in self.num_batches or BATCHES
-        ]
-        found = search(self.model_of, batches)
-        if not found:
-            micro, count = batches[0]
-            raise self.too_small(f"with blocks of {count} x {micro}, {lacks_of(self.model_of(micro, count))}")
-        return found
-
-
-class MeasuredPlanner(OffloadPlanner):
-    """A machine with a profile."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        from quire.offload.profile import read_profile
-        from quire.planning.offload_sizes import conditions_of, keeps_cache
-
-        if args.form is not None:
-            raise ConfigError(f"--form is for --hardware {PAPER}; a profile has a fitted one")
-        options = {"offload.mode": "auto", **options_from(args)}
-        self.profile = read_profile(Path(args.hardware))
-        is_given = "plan.gpu" in options_from(args, ("plan",))
-        if is_given and self.profile.device is None:
-            raise ConfigError("--plan.gpu has no effect: the profile has the tiers cpu and disk")
-        super().__init__(args, options)
-        self.profile.check(conditions_of(args.model, self.shape, self.config, self.sizes))
-        self.only_weights = args.only_weights or keeps_cache(self.config)
-        self.tiers = self.profile.tiers
-        self.capacities = (self._memory("cpu", self.plan.cpu), self._room())
-        if self.profile.device is not None:
-            self.capacities = (self._memory("cuda", self.plan.gpu if is_given else None), *self.capacities)
-
-    @staticmethod
-    def _memory(device: str, given: int | None) -> float:
-        import torch
-
-        from quire.engine.machine import available_memory
-
-        return float(available_memory(torch.device(device)) if given is None else given)
-
-    def _room(self) -> float:
-        if self.plan.disk is not None:
-            return float(self.plan.disk)
-        try:
-            status = os.statvfs(self.profile.disk.folder)
-        except OSError as error:
-            raise ConfigError(
-                f"{self.profile.disk.folder} of the profile: {error.strerror or error}; set plan.disk"
-            ) from None
-        return float(status.f_bavail * status.f_frsize) + self.sizes.layer_bytes * self.sizes.num_layers
-
-    def search(self) -> list[Found]:
-        """See Planner."""
-        from quire.offload.planner import MICRO_BATCHES, plan_all
-        from quire.offload.policy import PlanError
-        from quire.planning.offload_sizes import token_budget_of
-
-        most = self.config.scheduler.max_running
-        try:
-            return plan_all(
-                self.profile,
-                self.sizes,
-                self.workload,
-                self.capacities,
-                budget=token_budget_of(self.config),
-                slack=self.slack,
-                only_weights=self.only_weights,
-                micro_batches=self.micro_batches or [micro for micro in MICRO_BATCHES if micro <= most],
-                num_batches=self.num_batches,
-                most=most,
-            )
-        except PlanError as error:
-            raise self.too_small(str(error)) from None
-
-
-def facts(planner: OffloadPlanner, found: Found) -> dict[str, Any]:
+def facts(plan: OffloadPlan, found: Found) -> dict[str, Any]:
     """All numbers of a policy."""
-    policy, said, tiers = found.policy, found.prediction, planner.tiers
+    policy, said, tiers = found.policy, found.prediction, plan.tiers
     return {
         "micro_batch": policy.micro_batch,
         "num_batches": policy.num_batches,
@@ -257,26 +155,26 @@ def facts(planner: OffloadPlanner, found: Found) -> dict[str, Any]:
         "decode_seconds": said.decode_seconds,
         "stages": said.stages,
         "memory": said.memory,
-        "capacities": dict(zip(tiers, planner.capacities, strict=True)),
+        "capacities": dict(zip(tiers, plan.capacities, strict=True)),
         "binding": list(said.binding),
     }
 
 
-def print_policy(planner: OffloadPlanner, found: Found) -> None:
+def print_policy(plan: OffloadPlan, found: Found, args: argparse.Namespace) -> None:
     """Prints a policy for people."""
     from quire.offload.units import percent
 
-    policy, said, work, tiers = found.policy, found.prediction, planner.workload, planner.tiers
-    tokens = policy.block * round(work.output_tokens)
+    policy, said, tiers = found.policy, found.prediction, plan.tiers
+    tokens = policy.block * args.output_tokens
     counted = format_count(policy.num_batches, "micro-batch", "micro-batches")
     print(f"blocks of {format_count(policy.block, 'sequence')}: {counted} of {policy.micro_batch}")
     rows = [
         [kind, *(percent(share) for share in getattr(policy, kind).shares)] for kind in ("weights", "cache", "hidden")
     ]
     needs = [format_bytes(int(said.memory[tier])) for tier in tiers]
-    rows += [["memory", *needs], ["of", *(format_bytes(int(size)) for size in planner.capacities)]]
+    rows += [["memory", *needs], ["of", *(format_bytes(int(size)) for size in plan.capacities)]]
     shared.print_table(["", *tiers], rows)
-    if isinstance(planner, PaperPlanner):
+    if args.hardware == PAPER:
         print("the machine is that of FlexGen's paper; --hardware plans for a measured one")
     if "gpu" in tiers:
         print(f"attention on the CPU: {percent(policy.attended)} of the cache")

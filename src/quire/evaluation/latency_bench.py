@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import random
 import statistics
 import time
@@ -30,7 +29,7 @@ from quire.engine.step import Result, Runner, Step
 from quire.errors import ModelError
 from quire.evaluation.latency_points import DECODE_STEPS, LEAST_PROMPT, POINTS, ROUNDS, Limits, Point, plan
 from quire.kernels import runtime
-from quire.offload.quiet import QUIET_CORES, OtherLoad
+from quire.offload.quiet import OtherLoad, quiet_cores
 from quire.planning.latency import About, Link, StepWork
 from quire.planning.latency_fit import Record
 from quire.planning.work import WorkMeter
@@ -105,23 +104,19 @@ class Measurement:
         """All steps of visits that other programs disturbed little, and of the better half of each point's others."""
         found: list[Record] = []
         for visits in self._kept():
-            least = max(_quiet_cores(), statistics.median_low(visit.cores for visit in visits))
+            least = max(quiet_cores(), statistics.median_low(visit.cores for visit in visits))
             found += [record for visit in visits if visit.cores <= least for record in visit.records]
         return found
 
     @property
     def num_disturbed(self) -> int:
         """Visits during which other programs were busy."""
-        return sum(visit.cores > _quiet_cores() for visits in self._kept() for visit in visits)
+        return sum(visit.cores > quiet_cores() for visits in self._kept() for visit in visits)
 
     @property
     def num_visits(self) -> int:
         """Visits without those that warm up."""
         return sum(map(len, self._kept()))
-
-
-def _quiet_cores() -> float:
-    return QUIET_CORES + max(0, len(os.sched_getaffinity(0)) - torch.get_num_threads())
 
 
 def measure_steps(

@@ -11,7 +11,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ from quire.offload.policy import Prediction
 from quire.offload.profile import Corrections, Device, Profile, Run
 from quire.offload.quiet import quietest, spread
 from quire.offload.units import ALL, NONE, TIERS, Share, Split
-from quire.planning.offload_sizes import conditions_of, has_device, sizes_from, token_budget_of
+from quire.planning.offload_sizes import Subject
 
 SHAPES = ((1, 32, 6), (4, 320, 2), (8, 96, 4), (32, 32, 4))
 """Sequences, tokens of a prompt and of an answer of the generations that corrections are fitted to."""
@@ -148,21 +148,16 @@ class Generator:
 
 
 @contextlib.contextmanager
-def generator(
-    model: str, options: Mapping[str, Any], config_file: Path | None, placement: Split | Policy
-) -> Iterator[Generator]:
-    """An engine with a placement: a policy, or the shares of its layers' weights. options: as of `LLM`. Raises
-    ConfigError.
-    """
+def generator(model: str, config: EngineConfig, placement: Split | Policy) -> Iterator[Generator]:
+    """An engine with a placement: a policy, or the shares of its layers' weights. Raises ConfigError."""
     policy = placement if isinstance(placement, Policy) else weights_at(placement)
     device = torch.device("cpu" if len(policy.weights.shares) < len(TIERS) else "cuda")
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         file = Path(folder) / "policy.json"
         file.write_text(policy_text(policy, TIERS[-len(policy.weights.shares) :]))
-        given = {**options, **PLACED, "offload.mode": str(file)}
         free_memory()  # of the last engine
         before = memory_of(device)
-        with LLM(model, given, config_file) as llm:
+        with LLM(model, config.with_options({**PLACED, "offload.mode": str(file)}).to_options()) as llm:
             yield Generator(llm, before, device)
 
 
@@ -173,48 +168,14 @@ def weights_at(split: Split, sequences: int | None = None) -> Policy:
     return Policy(most, 1, split, near, near)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A model as it will be served, and its numbers.
-
-    name         folder, .gguf file, hub id or `smollm2`
-    options      settings by key, which override the TOML file
-    config_file  a TOML file, or None
-    config       both, checked
-    """
-
-    name: str
-    options: Mapping[str, Any]
-    config_file: Path | None
-    config: EngineConfig
-    sizes: Sizes
-    max_context: int
-
-    @property
-    def has_device(self) -> bool:
-        """Whether a GPU computes."""
-        return has_device(self.config)
-
-    @staticmethod
-    def of(name: str, options: Mapping[str, Any], config_file: Path | None = None) -> Subject:
-        """Reads the model's headers. Raises ModelError or ConfigError."""
-        given = {"offload.mode": "auto", **options}
-        config = EngineConfig.from_options(given, config_file)
-        if config.retain.is_on or config.tiers.is_on:
-            raise ConfigError("a profile is measured without retain and tiers; plan with them instead")
-        shape, sizes = sizes_from(name, config, Workload(1, 1), on_gpu=has_device(config))
-        return Subject(name, given, config_file, config, sizes, config.model.max_context or shape.max_context)
-
-
 def layer_timer(subject: Subject) -> LayerTimer:
     """The model's first layers, in memory."""
+    given: dict[str, Any] = {}
+    if subject.has_device:
+        given = {"ops": ops_type("triton")(), "device": torch.device("cuda")}
+    form, size = subject.config.model.weights, subject.sizes.layer_bytes
     with open_model(resolve_model(subject.name)) as checkpoint:
-        dtype = checkpoint.shape.dtype if subject.config.model.dtype == "auto" else subject.config.model.dtype
-        given: dict[str, Any] = {}
-        if subject.has_device:
-            given = {"ops": ops_type("triton")(), "device": torch.device("cuda")}
-        form = subject.config.model.weights
-        return LayerTimer(checkpoint, torch_dtype(dtype), form, subject.sizes.layer_bytes, **given)
+        return LayerTimer(checkpoint, torch_dtype(subject.dtype), form, size, **given)
 
 
 def measure_machine(
@@ -229,10 +190,10 @@ def measure_machine(
     profile = measure_parts(subject, folder=folder, rounds=rounds, tell=tell)
     runs: list[Run] = []
     for split in placements(subject):
-        with generator(subject.name, subject.options, subject.config_file, split) as made:
+        with generator(subject.name, subject.config, split) as made:
             on_host = f" and {made.host_share:.0%} in the host's memory" * subject.has_device
             tell(f"generations with {made.disk_share:.0%} of the weights on the disk{on_host}")
-            runs += measure_runs(made, run_shapes(subject), token_budget_of(subject.config), rounds)
+            runs += measure_runs(made, run_shapes(subject), subject.token_budget, rounds)
         del made  # else its memory counts as that of the process before the next one
     return fitted(profile, subject.sizes, runs)
 
@@ -241,9 +202,9 @@ def measure_parts(
     subject: Subject, *, folder: Path | None = None, rounds: int = 3, tell: Told = lambda what: None
 ) -> Profile:
     """A profile without runs and corrections; see measure_machine."""
-    with open_model(resolve_model(subject.name)) as checkpoint:
-        shape = checkpoint.shape
-    conditions = conditions_of(Path(subject.name).name, shape, subject.config, subject.sizes)
+    if subject.config.retain.is_on or subject.config.tiers.is_on:
+        raise ConfigError("a profile is measured without retain and tiers; plan with them instead")
+    conditions = subject.conditions()
     runtime.set_num_threads(conditions.threads)
     tell("the disk")
     if folder is None:
@@ -258,7 +219,7 @@ def measure_parts(
     del timer
     tell("attention")
     device = None
-    with generator(subject.name, subject.options, subject.config_file, placements(subject)[0]) as made:
+    with generator(subject.name, subject.config, placements(subject)[0]) as made:
         engine = made.llm.engine
         backend, context = engine.runner.attention, engine.max_context
         near = AttentionTimer(backend.clone(), backend.spec, context)
@@ -329,7 +290,7 @@ def _scratch(profile: Profile, sizes: Sizes, runs: Sequence[Run]) -> float:
         alike = [run for run in runs if (run.disk_share, run.host_share) == place]
         explained = max(_prediction(profile, sizes, run).memory[profile.tiers[0]] for run in alike)
         rows = max(min(run.sequences * run.prompt_tokens, run.budget) for run in alike)
-        scratch = rows * max(each.num_bytes for each in sizes.decode)
+        scratch = rows * max(sizes.decode)
         found.append(1 + (max(run.memory for run in alike) - explained) / scratch)
     return max(1.0, statistics.median(found))
 
@@ -352,7 +313,7 @@ def placements(subject: Subject) -> list[Split]:
     if subject.has_device:
         free.insert(0, available_memory(torch.device("cuda")) * MEMORY_SHARE)
     sizes = subject.sizes
-    total = sizes.num_layers * sizes.layer_bytes
+    total = subject.layers_bytes
     near = min(1.0, max(0.0, (free[0] - sizes.fixed_bytes) / total))
     least = round(1 - near, 3)
     if not subject.has_device:

@@ -6,9 +6,9 @@ block. Shares of the tiers, fastest first, decide where weights, cache and activ
 first tier computes. Link i carries what crosses between tiers i and i + 1, in both directions.
 
 A `Linear` is an array of coefficients: one per kind and tier, then one of `attended`, the share of the cache whose
-attention is computed on the second tier instead of the first, and last a constant.
+attention is computed on the second tier instead of the first, and last a constant. There are two or three tiers.
 
-Source: FlexGen, arXiv 2303.06865, Appendix A.3. Ours differs: any number of tiers; bytes and operations come from the
+Source: FlexGen, arXiv 2303.06865, Appendix A.3. Ours differs: two tiers are enough; bytes and operations come from the
 model and the codec instead of 8 h1^2 + 4 h1 h2 and 4 h1; retention and shared prefixes count; attention on the second
 tier is a variable; and the output head costs something. `quire.offload.paper` has the paper's own numbers.
 """
@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.offload.units import ALL, NONE, Share, Split
+from quire.offload.units import ALL, NONE, TIERS, Share, Split
 
 Linear = NDArray[np.float64]
 
@@ -37,15 +37,24 @@ class Kind(IntEnum):
 
 
 class Form(StrEnum):
-    """How the times of a layer's stages combine.
+    """Whose model it is: how the times of a layer's stages combine, and what else memory holds.
 
-    MAX   all stages overlap: the slowest counts (the paper)
-    SUMS  loads on all links add up, and so do stores; while decoding, loads to the first tier overlap with nothing (the
-          public code)
+    MAX     the paper: all stages overlap, and the slowest counts. Memory holds the largest scratch of a stage
+    SUMS    the paper's public code: loads on all links add up, and so do stores; while decoding, loads to the first
+            tier overlap with nothing. Memory holds the scratch of all stages. The second tier needs room for the cache
+            of generated tokens only while they are generated
+    ENGINE  this engine, as MAX. But both directions of the last link take turns, as those of a disk do; all of the
+            cache beyond the first tier is attended to on the second, or nothing is; and the first tier has buffers
+            for loaded cache already while prompts are computed, and HIDDEN_BUFFERS for activations
     """
 
     MAX = "max"
     SUMS = "sums"
+    ENGINE = "engine"
+
+
+HIDDEN_BUFFERS = 4
+"""Of the engine: two to read into and two to write from, see `HiddenStates`."""
 
 
 @dataclass(frozen=True)
@@ -98,18 +107,6 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Scratch:
-    """Working memory of a stage of a layer, in bytes per sequence of a micro-batch.
-
-    num_bytes  of any placement
-    of_cache   times the share of the cache that resides on the first tier
-    """
-
-    num_bytes: float
-    of_cache: float = 0.0
-
-
-@dataclass(frozen=True)
 class Sizes:
     """A model and its cache in numbers.
 
@@ -120,7 +117,7 @@ class Sizes:
     layer_flops   operations of a layer's products per token
     pair_flops    operations of attention per pair of query and key in one layer
     score_bytes   bytes of the scores of one query with one key, where attention is computed on the second tier
-    prefill       scratch of the stages of a layer while prompts are computed
+    prefill       scratch of each stage of a layer while prompts are computed: bytes per sequence of a micro-batch
     decode        the same while tokens are generated
     head_flops    operations of the output head per sequence and step
     fixed_bytes   bytes on the first tier in any placement: embedding, head, last norm
@@ -137,8 +134,8 @@ class Sizes:
     layer_flops: float
     pair_flops: float
     score_bytes: float = 0.0
-    prefill: tuple[Scratch, ...] = ()
-    decode: tuple[Scratch, ...] = ()
+    prefill: tuple[float, ...] = ()
+    decode: tuple[float, ...] = ()
     head_flops: float = 0.0
     fixed_bytes: float = 0.0
     open_bytes: float = 0.0
@@ -216,35 +213,20 @@ class Machine:
 class Options:
     """Choices of the model itself.
 
-    form               how stages combine
-    slack              share of each tier's capacity that may be used
-    working_sum        whether the scratch of all stages is held at once (the public code) instead of the largest
-    early_cpu_cache    whether the second tier needs room for the whole cache already while prompts are computed
-    hidden_on_last     whether activations may have homes on the last tier
-    cache_on_last      whether the cache may
-    early_buffers      whether the first tier has buffers for loaded cache already while prompts are computed
-    exposed            with Form.MAX: share of every other stage that the slowest one does not hide
-    most_rows          rows of a pass at most: of no others there are activations
-    hidden_buffers     micro-batches of activations that the first tier has buffers for, where activations leave it
-    whole_on_last      whether the last tier has all weights, those of other tiers too
-    only_weights       whether cache and activations have their homes on the first tier
-    attends_whole      whether all of the cache beyond the first tier is attended to on the second, or nothing is
-    one_way            with Form.MAX: whether both directions of the last link take turns, as those of a disk do
+    slack          share of each tier's capacity that may be used
+    cache_tiers    number of first tiers that the cache may have homes on
+    hidden_tiers   number of first tiers that activations may have homes on
+    exposed        share of every other stage that the slowest one does not hide; not with Form.SUMS
+    most_rows      rows of a pass at most: of no others there are activations
+    whole_on_last  whether the last tier has all weights, those of other tiers too
     """
 
     form: Form = Form.MAX
-    slack: tuple[float, ...] = (1.0, 1.0, 1.0)
-    working_sum: bool = False
-    early_cpu_cache: bool = True
-    hidden_on_last: bool = True
-    cache_on_last: bool = True
-    early_buffers: bool = False
+    slack: float = 1.0
+    cache_tiers: int = len(TIERS)
+    hidden_tiers: int = len(TIERS)
     exposed: float = 0.0
     most_rows: float = math.inf
-    hidden_buffers: int = 1
-    only_weights: bool = False
-    attends_whole: bool = False
-    one_way: bool = False
     whole_on_last: bool = False
 
 
@@ -279,7 +261,7 @@ class CostModel:
     machine: Machine
     micro_batch: int
     num_batches: int
-    options: Options = field(default_factory=Options)
+    options: Options = Options()
 
     @property
     def num_tiers(self) -> int:
@@ -328,70 +310,56 @@ class CostModel:
 
     def prefill_stages(self) -> dict[str, Linear]:
         """Seconds of each stage of a layer while prompts are computed."""
-        sizes, work, rates = self.sizes, self.workload, self.machine.prefill
-        hidden = sizes.hidden_bytes * work.computed_tokens(self.block)
+        work, rates, tokens = self.workload, self.machine.prefill, self.workload.computed_tokens(self.block)
         # As in the paper, the first generated token's keys and values are stored too.
-        stored = sizes.cache_bytes * work.cached_tokens(self.block, 1)
-        found: dict[str, Linear] = {}
-        for index, link in enumerate(rates.links):
-            up, down = self._link_names(index)
-            weights, activations = self.beyond(Kind.WEIGHTS, index), self.beyond(Kind.HIDDEN, index) * hidden
-            loaded = sizes.layer_bytes * rates.passes
-            found[up] = weights * (loaded / link.up.weights) + activations / link.up.hidden
-            found[down] = self.beyond(Kind.CACHE, index) * (stored / link.down.cache) + activations / link.down.hidden
-        self._add_requests(found, rates, stores=True)
-        products = work.computed_tokens(self.block) * sizes.layer_flops / rates.product_flops
-        attention = work.pairs(self.block) * sizes.pair_flops / rates.attention_flops
-        found["compute"] = self.constant(products + attention + rates.fixed_seconds)
-        return found
+        found = self._transfers(rates, tokens, 0.0, work.cached_tokens(self.block, 1))
+        products = tokens * self.sizes.layer_flops / rates.product_flops
+        attention = work.pairs(self.block) * self.sizes.pair_flops / rates.attention_flops
+        return found | {"compute": self.constant(products + attention + rates.fixed_seconds)}
 
     def decode_stages(self) -> dict[str, Linear]:
         """Seconds of each stage of a layer in the middle of generation."""
-        sizes, work, rates = self.sizes, self.workload, self.machine.decode
-        hidden, middle = sizes.hidden_bytes * self.block, work.output_tokens / 2
-        read = sizes.cache_bytes * work.cached_tokens(self.block, middle)
-        stored = sizes.cache_bytes * work.growth * self.block
-        found: dict[str, Linear] = {}
-        for index, link in enumerate(rates.links):
-            up, down = self._link_names(index)
-            activations = self.beyond(Kind.HIDDEN, index) * hidden
-            loaded = self.beyond(Kind.CACHE, index)
-            if index == 0:
-                loaded = loaded - self.attended
-            found[up] = (
-                self.beyond(Kind.WEIGHTS, index) * (sizes.layer_bytes * rates.passes / link.up.weights)
-                + loaded * (read / link.up.cache)
-                + activations / link.up.hidden
-            )
-            written = self.beyond(Kind.CACHE, index)
-            if index == 0:
-                written = written - self.attended  # the paper counts neither their queries nor their new keys
-            found[down] = written * (stored / link.down.cache) + activations / link.down.hidden
-        self._add_requests(found, rates, stores=False)
-        pairs = work.attended_tokens(self.block, middle) * sizes.pair_flops
-        products = self.block * sizes.layer_flops / rates.product_flops
+        work, rates, middle = self.workload, self.machine.decode, self.workload.output_tokens / 2
+        found = self._transfers(rates, self.block, work.cached_tokens(self.block, middle), work.growth * self.block)
+        pairs = work.attended_tokens(self.block, middle) * self.sizes.pair_flops
+        products = self.block * self.sizes.layer_flops / rates.product_flops
         compute = self.constant(products + pairs / rates.attention_flops + rates.fixed_seconds)
         if rates.far_flops:
             compute = compute + self.attended * (pairs / rates.far_flops - pairs / rates.attention_flops)
-        found["compute"] = compute
-        return found
+        return found | {"compute": compute}
 
-    def _add_requests(self, stages: dict[str, Linear], rates: Rates, *, stores: bool) -> None:
-        """Adds the seconds of requests, beside their bytes, to the last link. stores: whether the cache is written."""
-        if not rates.request_seconds:
-            return
-        last, seconds = self.num_tiers - 2, rates.request_seconds * max(self.num_batches, rates.passes)
-        up, down = self._link_names(last)
-        activations = self.beyond(Kind.HIDDEN, last) * seconds
-        for name in (up, down):
-            stages[name] = stages[name] + activations
-        name = down if stores else up
-        stages[name] = stages[name] + self.beyond(Kind.CACHE, last) * seconds
+    def _transfers(self, rates: Rates, rows: float, read: float, stored: float) -> dict[str, Linear]:
+        """Seconds of a layer on each link, both ways.
+
+        rows    tokens whose activations cross
+        read    tokens of cache that are loaded; 0 while prompts are computed
+        stored  tokens of cache that are stored
+        """
+        sizes, found = self.sizes, dict[str, Linear]()
+        for index, link in enumerate(rates.links):
+            up, down = self._link_names(index)
+            hidden, cache = self.beyond(Kind.HIDDEN, index), self.beyond(Kind.CACHE, index)
+            # The paper counts neither the queries nor the new keys of what is attended to on the second tier.
+            moved = cache - self.attended if read and index == 0 else cache
+            crossing = hidden * (sizes.hidden_bytes * rows)
+            found[up] = (
+                self.beyond(Kind.WEIGHTS, index) * (sizes.layer_bytes * rates.passes / link.up.weights)
+                + moved * (sizes.cache_bytes * read / link.up.cache)
+                + crossing / link.up.hidden
+            )
+            found[down] = moved * (sizes.cache_bytes * stored / link.down.cache) + crossing / link.down.hidden
+            if index == self.num_tiers - 2:
+                requests = rates.request_seconds * max(self.num_batches, rates.passes)
+                found[up] = found[up] + hidden * requests
+                found[down] = found[down] + hidden * requests
+                name = up if read else down
+                found[name] = found[name] + cache * requests
+        return found
 
     def prefill_bounds(self) -> dict[str, Linear]:
         """Lower bounds of a layer's seconds while prompts are computed; the largest is the time."""
         stages = self.prefill_stages()
-        if self.options.form is Form.MAX:
+        if self.options.form is not Form.SUMS:
             return self._slowest(stages)
         ups, downs = zip(*(self._link_names(index) for index in range(self.num_tiers - 1)), strict=True)
         return {
@@ -403,14 +371,14 @@ class CostModel:
     def decode_bounds(self) -> dict[str, Linear]:
         """The same while tokens are generated."""
         stages = self.decode_stages()
-        if self.options.form is Form.MAX:
+        if self.options.form is not Form.SUMS:
             return self._slowest(stages)
         first, _ = self._link_names(0)
         return {f"{first} + {name}": stages[first] + stages[name] for name in stages if name != first}
 
     def _slowest(self, stages: dict[str, Linear]) -> dict[str, Linear]:
         """Bounds of stages that overlap, but for the exposed share of the faster ones."""
-        if self.options.one_way:
+        if self.options.form is Form.ENGINE:
             up, down = self._link_names(self.num_tiers - 2)
             both = {f"{up} and {down}": stages[up] + stages[down]}
             stages = {name: stage for name, stage in stages.items() if name not in (up, down)} | both
@@ -432,22 +400,17 @@ class CostModel:
 
     def memory(self) -> dict[str, list[Linear]]:
         """Bytes that each tier needs at its peaks, by its name."""
-        found = {self.machine.tiers[0]: self._first_tier()}
-        last = self.num_tiers - 1
-        for tier in range(1, last):
-            found[self.machine.tiers[tier]] = self._middle_tier(tier)
-        if last:
-            kept = self._resident(last, self.workload.prompt_tokens, peak=True)
-            if self.options.whole_on_last:
-                others = self.share(Kind.WEIGHTS, range(last))
-                kept = kept + others * (self.sizes.layer_bytes * self.sizes.num_layers)
-            found[self.machine.tiers[last]] = [kept]
-        return found
+        sizes, last = self.sizes, self.num_tiers - 1
+        kept = self._resident(last, self.workload.prompt_tokens)
+        if self.options.whole_on_last:
+            kept = kept + self.share(Kind.WEIGHTS, range(last)) * (sizes.layer_bytes * sizes.num_layers)
+        needs = [self._first_tier(), *([self._second_tier()] if last > 1 else []), [kept]]
+        return dict(zip(self.machine.tiers, needs, strict=True))
 
-    def _resident(self, tier: int, hidden_tokens: float, *, peak: bool) -> Linear:
-        """Bytes of what resides on a tier; peak: with the cache of all tokens to be generated."""
+    def _resident(self, tier: int, hidden_tokens: float, *, at_end: bool = True) -> Linear:
+        """Bytes of what resides on a tier; at_end: with the cache of all tokens to be generated."""
         sizes, work = self.sizes, self.workload
-        cached = work.held_tokens(self.block, work.output_tokens if peak else 0)
+        cached = work.held_tokens(self.block, work.output_tokens if at_end else 0)
         return (
             self.share(Kind.WEIGHTS, [tier]) * (sizes.layer_bytes * sizes.num_layers)
             + self.share(Kind.HIDDEN, [tier]) * self._hidden(hidden_tokens * self.block)
@@ -460,42 +423,35 @@ class CostModel:
 
     def _first_tier(self) -> list[Linear]:
         """Homes; two layers' loaded weights; micro-batches' activations and loaded cache; scratch."""
-        sizes, work, batch = self.sizes, self.workload, self.micro_batch
+        sizes, work, batch, form = self.sizes, self.workload, self.micro_batch, self.options.form
         weights = self.beyond(Kind.WEIGHTS, 0) * (2 * sizes.layer_bytes) + self.constant(sizes.fixed_bytes)
         loaded = sizes.cache_bytes * work.held_tokens(batch, work.output_tokens)
         cache = (self.beyond(Kind.CACHE, 0) - self.attended) * (2 * loaded)
         kept = self.constant(sizes.open_bytes * self.block)
+        buffers = HIDDEN_BUFFERS if form is Form.ENGINE else 1
         found = []
-        for tokens, stages in ((work.prompt_tokens, sizes.prefill), (1.0, sizes.decode)):
-            hidden = self.beyond(Kind.HIDDEN, 0) * (self.options.hidden_buffers * self._hidden(tokens * batch))
-            base = self._resident(0, tokens, peak=True) + weights + hidden + kept
-            if stages is sizes.decode or self.options.early_buffers:
-                base = base + cache
-            found += [base + scratch * batch for scratch in self._scratch(stages)]
+        phases = (work.prompt_tokens, sizes.prefill, form is Form.ENGINE), (1.0, sizes.decode, True)
+        for tokens, stages, has_cache in phases:
+            hidden = self.beyond(Kind.HIDDEN, 0) * (buffers * self._hidden(tokens * batch))
+            base = self._resident(0, tokens) + weights + hidden + kept + cache * has_cache
+            scratch = sum(stages) if form is Form.SUMS else max(stages, default=0.0)
+            found.append(base + self.constant(scratch * batch))
         return found
 
-    def _scratch(self, stages: tuple[Scratch, ...]) -> list[Linear]:
-        """Scratch per sequence: of each stage, or their sum."""
-        near = self.share(Kind.CACHE, [0])
-        each = [self.constant(stage.num_bytes) + near * stage.of_cache for stage in stages] or [self.constant(0)]
-        return [sum(each[1:], each[0])] if self.options.working_sum else each
-
-    def _middle_tier(self, tier: int) -> list[Linear]:
-        """Homes, and what passes through."""
+    def _second_tier(self) -> list[Linear]:
+        """Of three tiers: homes, and what passes through."""
         sizes, work, batch = self.sizes, self.workload, self.micro_batch
-        prompt_hidden = self._hidden(work.prompt_tokens * batch)
         prefill = (
-            self._resident(tier, work.prompt_tokens, peak=self.options.early_cpu_cache)
-            + self.beyond(Kind.WEIGHTS, tier - 1) * sizes.layer_bytes
-            + self.beyond(Kind.HIDDEN, tier - 1) * prompt_hidden
+            self._resident(1, work.prompt_tokens, at_end=self.options.form is not Form.SUMS)
+            + self.beyond(Kind.WEIGHTS, 0) * sizes.layer_bytes
+            + self.beyond(Kind.HIDDEN, 0) * self._hidden(work.prompt_tokens * batch)
         )
         cached = work.cached_tokens(batch, work.output_tokens)
         decode = (
-            self._resident(tier, 1, peak=True)
-            + self.beyond(Kind.WEIGHTS, tier) * sizes.layer_bytes
-            + self.beyond(Kind.HIDDEN, tier) * (2 * sizes.hidden_bytes * batch)
-            + self.beyond(Kind.CACHE, tier) * (2 * sizes.cache_bytes * cached)
+            self._resident(1, 1)
+            + self.beyond(Kind.WEIGHTS, 1) * sizes.layer_bytes
+            + self.beyond(Kind.HIDDEN, 1) * (2 * sizes.hidden_bytes * batch)
+            + self.beyond(Kind.CACHE, 1) * (2 * sizes.cache_bytes * cached)
+            + self.constant(sizes.score_bytes * cached + sizes.hidden_bytes * batch)
         )
-        if tier == 1:
-            decode = decode + self.constant(sizes.score_bytes * cached + sizes.hidden_bytes * batch)
         return [prefill, decode]

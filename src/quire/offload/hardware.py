@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ from quire.offload.ops import RelocatableOps
 from quire.offload.profile import Attention, Curve, Disk, Rate, Read
 from quire.offload.quiet import quietest, spread
 from quire.offload.stream import NUM_READERS
-from quire.stores.direct import BLOCK_BYTES, MEASURE_PREFIX, REQUEST_BYTES, AlignedBuffer, DirectFile, allows_direct
+from quire.stores.direct import BLOCK_BYTES, REQUEST_BYTES, AlignedBuffer, DirectFile, allows_direct, measured_file
 from quire.stores.throttle import Throttle
 
 if TYPE_CHECKING:
@@ -89,8 +90,10 @@ def measure_disk(folder: Path, bandwidth: float | None, rounds: int) -> Disk:
     Raises QuireError if the folder cannot be written or has no room.
     """
     try:
-        is_direct = allows_direct(folder)
-        with _file(folder, is_direct) as file:
+        status, is_direct = os.statvfs(folder), allows_direct(folder)
+        if status.f_bavail * status.f_frsize < 2 * FILE_BYTES:
+            raise QuireError(f"measuring the disk of {folder} needs {format_bytes(2 * FILE_BYTES)}")
+        with measured_file(folder, is_direct=is_direct) as file:
             writes = quietest(lambda: _write(file, Throttle(bandwidth)), rounds)
             cells = [(size, threads) for size in READ_SIZES for threads in READ_THREADS]
             wanted = (REQUEST_BYTES, NUM_READERS)
@@ -107,8 +110,8 @@ def measure_disk(folder: Path, bandwidth: float | None, rounds: int) -> Disk:
 
 def _request_seconds(folder: Path) -> float:
     """Seconds of a small read by the threads that move caches and activations, the median of some."""
-    mover, part = Mover(folder, Throttle(None)), IoRequest(0, huge_pages(BLOCK_BYTES))
-    try:
+    part = IoRequest(0, huge_pages(BLOCK_BYTES))
+    with contextlib.closing(Mover(folder, Throttle(None))) as mover:
         mover.write([part]).wait()
 
         def read() -> float:
@@ -117,21 +120,6 @@ def _request_seconds(folder: Path) -> float:
             return time.perf_counter() - begun
 
         return statistics.median(read() for _ in range(NUM_REQUESTS))
-    finally:
-        mover.close()
-
-
-@contextlib.contextmanager
-def _file(folder: Path, is_direct: bool) -> Iterator[DirectFile]:
-    status = os.statvfs(folder)
-    if status.f_bavail * status.f_frsize < 2 * FILE_BYTES:
-        raise QuireError(f"measuring the disk of {folder} needs {format_bytes(2 * FILE_BYTES)}")
-    file = DirectFile(folder / f"{MEASURE_PREFIX}{os.urandom(8).hex()}.tmp", is_direct=is_direct, is_new=True)
-    try:
-        yield file
-    finally:
-        file.close()
-        file.path.unlink(missing_ok=True)
 
 
 def _write(file: DirectFile, throttle: Throttle) -> float:
@@ -154,68 +142,51 @@ def read_rate(
     Raises OSError.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if is_direct else 0))
-    throttle, lock, errors = Throttle(bandwidth), threading.Lock(), list[OSError]()
-    count, size, total = 0, os.fstat(file).st_size // request_bytes, 0
-    deadline = time.perf_counter() + seconds
-
-    def read() -> None:
-        nonlocal count, total
-        buffer = AlignedBuffer().view(request_bytes)
-        try:
-            while time.perf_counter() < deadline:
-                with lock:
-                    offset, count = count % size * request_bytes, count + 1
-                throttle.take(request_bytes)
-                done = os.preadv(file, [buffer], offset)
-                if not is_direct:
-                    os.posix_fadvise(file, offset, request_bytes, os.POSIX_FADV_DONTNEED)
-                with lock:
-                    total += done
-        except OSError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=read, name="quire-measure") for _ in range(num_threads)]
+    throttle, numbers, size = Throttle(bandwidth), itertools.count(), os.fstat(file).st_size // request_bytes
     begun = time.perf_counter()
+
+    def read(_: int) -> int:
+        """Bytes that one thread has read."""
+        buffer, done = AlignedBuffer().view(request_bytes), 0
+        while time.perf_counter() < begun + seconds:
+            offset = next(numbers) % size * request_bytes
+            throttle.take(request_bytes)
+            done += os.preadv(file, [buffer], offset)
+            if not is_direct:
+                os.posix_fadvise(file, offset, request_bytes, os.POSIX_FADV_DONTNEED)
+        return done
+
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(num_threads, "quire-measure") as threads:
+            total = sum(threads.map(read, range(num_threads)))
+        return total / (time.perf_counter() - begun)
     finally:
         os.close(file)
-    if errors:
-        raise errors[0]
-    return total / (time.perf_counter() - begun)
+
+
+def _copy_rate(target: torch.Tensor, source: torch.Tensor, device: torch.device, rounds: int) -> Rate:
+    """Bytes per second of a copy that a device takes part in. The first one is a warm-up."""
+
+    def copy() -> float:
+        begun = finished(device)
+        target.copy_(source, non_blocking=True)
+        return COPY_BYTES / (finished(device) - begun)
+
+    copy()
+    return median_rate(quietest(copy, rounds))
 
 
 def measure_copy(rounds: int) -> Rate:
     """Bytes per second that torch's threads copy from memory to memory. Each is read once and written once."""
     source, target = (torch.ones(COPY_BYTES, dtype=torch.uint8) for _ in range(2))
-
-    def copy() -> float:
-        begun = time.perf_counter()
-        target.copy_(source)
-        return COPY_BYTES / (time.perf_counter() - begun)
-
-    copy()
-    return median_rate(quietest(copy, rounds))
+    return _copy_rate(target, source, CPU, rounds)
 
 
 def measure_bus(device: torch.device, rounds: int) -> tuple[Rate, Rate]:
     """Bytes per second that a GPU copies from pinned memory of the host, and to it."""
     there = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     host = pinned(COPY_BYTES, device, there)
-
-    def copy(target: torch.Tensor, source: torch.Tensor) -> float:
-        begun = finished(device)
-        target.copy_(source, non_blocking=True)
-        return COPY_BYTES / (finished(device) - begun)
-
-    rates = []
-    for pair in ((there, host), (host, there)):
-        copy(*pair)
-        rates.append(median_rate(quietest(functools.partial(copy, *pair), rounds)))
-    return rates[0], rates[1]
+    return _copy_rate(there, host, device, rounds), _copy_rate(host, there, device, rounds)
 
 
 def finished(device: torch.device) -> float:

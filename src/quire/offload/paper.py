@@ -15,11 +15,8 @@ from quire.offload.units import TIERS
 GIB = float(1 << 30)
 TERA = 1e12
 
-PAPER = Options()
-REPOSITORY = Options(
-    form=Form.SUMS, slack=(0.8, 0.8, 0.8), working_sum=True, early_cpu_cache=False, hidden_on_last=False
-)
-FORMS = {Form.MAX: PAPER, Form.SUMS: REPOSITORY}
+FORMS = {Form.MAX: Options(), Form.SUMS: Options(Form.SUMS, slack=0.8, hidden_tiers=2)}
+"""The paper's model, and the one of its public code."""
 
 OVERALL = 12.89 * GIB
 STORE_CACHE, STORE_HIDDEN = 0.97 * GIB, 4.82 * GIB
@@ -35,13 +32,13 @@ SMALL_BATCH = (0.0168, 0.0328, 0.0621)
 """Coefficients of the loss of CPU attention with small micro-batches and narrow models."""
 
 
-def t4(hidden: int, micro_batch: int, capacities: tuple[float, float, float], options: Options) -> Machine:
+def t4(hidden: int, micro_batch: int, capacities: tuple[float, float, float], form: Form) -> Machine:
     """The paper's machine, with the speeds of a micro-batch. hidden: width of the model's rows."""
     narrow = max(0.0, math.log2(4096 / hidden))
     small = max(0.0, math.log2(64 / micro_batch))
     both, of_batch, of_width = SMALL_BATCH
     cpu = CPU_ATTENTION * max(0.1, 1 + both * small * narrow - of_batch * small - of_width * narrow)
-    weights = FROM_DISK * (DISK_WEIGHTS if options.form is Form.SUMS else 1)
+    weights = FROM_DISK * (DISK_WEIGHTS if form is Form.SUMS else 1)
     first = Link(Traffic.alike(OVERALL), Traffic(OVERALL, STORE_CACHE, STORE_HIDDEN))
     prefill = Link(Traffic.alike(FROM_DISK), Traffic(FROM_DISK, TO_DISK_CACHE, TO_DISK_HIDDEN))
     decode = Link(Traffic(weights, FROM_DISK, FROM_DISK), Traffic.alike(TO_DISK_LATER))

@@ -10,15 +10,14 @@ share of the faster one. The output head and the work between two passes count a
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.errors import ConfigError
-from quire.offload.costs import CostModel, Form, Link, Machine, Options, Rates, Scratch, Traffic
-from quire.offload.policy import BATCHES, Found, Lack, PlanError, lacks_of, search
+from quire.offload.costs import CostModel, Form, Link, Machine, Options, Rates, Traffic
+from quire.offload.policy import BATCHES, Found, PlanError, lack_text, no_fit, placed, search
 from quire.offload.policy import predict as predict_with
 from quire.offload.weight_placement import NUM_BUFFERS, assign_tiers, buffer_sizes
 
@@ -34,9 +33,6 @@ OPEN_CHUNKS, OPEN_ENCODED = 1.25, 2
 """Chunks that a sequence may write to, beside its others: see `room.Needs.num_open`. The second number is for codecs
 that store only full chunks.
 """
-
-HIDDEN_BUFFERS = 4
-"""Two to read into and two to write from: see `HiddenStates`."""
 
 MEMORY_TRIES = 4
 """Programs for a block whose memory is more than the program counts, each with less memory to use."""
@@ -102,8 +98,13 @@ def model_of(
     """
     corrections, block, device = profile.corrections, micro_batch * num_batches, profile.device
     passes = _prompt_passes(workload, block, budget)
-    links = _links(profile)
-    head = profile.head.at(block)
+    head, disk = profile.head.at(block), profile.disk
+    links: tuple[Link, ...] = (
+        Link(Traffic.alike(disk.streamed.bandwidth / corrections.disk), Traffic.alike(disk.writes.bandwidth)),
+    )
+    if device is not None:
+        up, down = device.up.bandwidth / corrections.bus, device.down.bandwidth
+        links = (Link(Traffic.alike(up), Traffic.alike(down)), *links)
     between = corrections.sequence_seconds * block
 
     products = sum(profile.products.at(rows) for rows in passes)
@@ -116,7 +117,7 @@ def model_of(
         pairs * sizes.pair_flops / (corrections.prefill * attention),
         passes=len(passes),
         fixed_seconds=fixed / sizes.num_layers,
-        request_seconds=profile.disk.request_seconds,
+        request_seconds=disk.request_seconds,
     )
     context = workload.attended_tokens(1, workload.output_tokens / 2)
     products = num_batches * profile.products.at(micro_batch)
@@ -130,24 +131,20 @@ def model_of(
         flops / (corrections.decode * attention),
         0.0 if device is None or has_window else flops / (num_batches * device.far.at(micro_batch, context)),
         fixed_seconds=fixed / sizes.num_layers,
-        request_seconds=profile.disk.request_seconds,
+        request_seconds=disk.request_seconds,
     )
     # A pass has at most `budget` rows, whatever the prompts have.
     rows = min(workload.prompt_tokens, budget / micro_batch)
-    scratch = tuple(Scratch(each.num_bytes * rows * corrections.scratch) for each in sizes.decode)
+    scratch = tuple(each * rows * corrections.scratch for each in sizes.decode)
+    # Beside a GPU only weights are on the disk.
+    tiers = 1 if only_weights else 2
     options = Options(
-        form=Form.MAX,
-        slack=(slack,) * len(capacities),
-        # Beside a GPU only weights are on the disk.
-        hidden_on_last=device is None,
-        cache_on_last=device is None,
-        only_weights=only_weights,
-        attends_whole=True,
-        early_buffers=True,
+        form=Form.ENGINE,
+        slack=slack,
+        cache_tiers=tiers,
+        hidden_tiers=tiers,
         exposed=corrections.exposed,
         most_rows=budget,
-        hidden_buffers=HIDDEN_BUFFERS,
-        one_way=True,
         # The layer image. Where there is no room for it, all weights are in memory, and there is none.
         whole_on_last=device is None and capacities[-1] >= sizes.layer_bytes * sizes.num_layers,
     )
@@ -159,28 +156,21 @@ def model_of(
     return CostModel(measured, workload, machine, micro_batch, num_batches, options)
 
 
-def _links(profile: Profile) -> tuple[Link, ...]:
-    """The links between the profile's tiers."""
-    disk, device, corrections = profile.disk, profile.device, profile.corrections
-    found = [Link(Traffic.alike(disk.streamed.bandwidth / corrections.disk), Traffic.alike(disk.writes.bandwidth))]
-    if device is not None:
-        up, down = device.up.bandwidth / corrections.bus, device.down.bandwidth
-        found.insert(0, Link(Traffic.alike(up), Traffic.alike(down)))
-    return tuple(found)
-
-
 def predict(profile: Profile, sizes: Sizes, workload: Workload, policy: Policy, *, budget: int) -> Prediction:
     """What the profile says of a policy for its tiers, whether it fits or not. budget: see model_of."""
     unlimited = (math.inf,) * len(profile.tiers)
     model = model_of(profile, sizes, workload, unlimited, policy.micro_batch, policy.num_batches, budget=budget)
-    return _with_memory(model, policy, predict_with(model, policy))
+    prediction = predict_with(model, policy)
+    return dataclasses.replace(prediction, memory=taken_memory(model, policy, prediction.memory))
 
 
-def _with_memory(model: CostModel, policy: Policy, prediction: Prediction) -> Prediction:
-    """A prediction with the memory as it is taken: whole matrices, whole chunks, and buffers for the longest sequences.
-    The program has shares of them, because its expressions are linear.
+def taken_memory(model: CostModel, policy: Policy, counted: Mapping[str, float]) -> dict[str, float]:
+    """Bytes of each tier as they are taken: whole matrices, whole chunks, and buffers for the longest sequences.
+
+    counted  as the program counts them: shares of matrices and chunks, because its expressions are linear
     """
     sizes, work, far = model.sizes, model.workload, policy.weights.beyond(0)
+    first, *others = model.machine.tiers
     more = 0.0
     if sizes.matrices and far > 0:
         loaded = _loaded(sizes, policy, 1)
@@ -194,13 +184,10 @@ def _with_memory(model: CostModel, policy: Policy, prediction: Prediction) -> Pr
         tokens, layers = work.prompt_tokens + work.output_tokens, sizes.num_layers
         sealed = tokens // PAGE_TOKENS if sizes.open_cache_bytes else -(-tokens // PAGE_TOKENS)
         taken = (sealed * sizes.cache_bytes + sizes.open_cache_bytes) * PAGE_TOKENS * layers * model.block
-        counted = sizes.cache_bytes * work.held_tokens(model.block, work.output_tokens) * layers
-        more += taken - counted - sizes.open_bytes * model.block
-    first = model.machine.tiers[0]
-    memory = {**prediction.memory, first: prediction.memory[first] + more}
-    if model.num_tiers > 2:
-        memory |= zip(model.machine.tiers[1:], _beside_device(model, policy), strict=True)
-    return dataclasses.replace(prediction, memory=memory)
+        own = sizes.cache_bytes * work.held_tokens(model.block, work.output_tokens) * layers
+        more += taken - own - sizes.open_bytes * model.block
+    found = {**counted, first: counted[first] + more}
+    return found if len(others) == 1 else found | dict(zip(others, _beside_device(model, policy), strict=True))
 
 
 def _loaded(sizes: Sizes, policy: Policy, first: int) -> list[int]:
@@ -259,34 +246,33 @@ def plan_all(
     if not blocks:
         raise ConfigError(f"every block has more sequences than scheduler.max_running, {most}; raise it")
 
-    def model(micro_batch: int, count: int, rooms: tuple[float, ...] = capacities) -> CostModel:
+    def model(micro_batch: int, count: int, rooms: Sequence[float]) -> CostModel:
         return model_of(
-            profile, sizes, workload, rooms, micro_batch, count,
+            profile, sizes, workload, tuple(rooms), micro_batch, count,
             budget=budget, slack=slack, only_weights=only_weights,
         )  # fmt: skip
 
-    found, lacks = list[Found](), list[dict[str, float]]()
-    for each in search(model, blocks):
-        policy, prediction, rooms = each.policy, each.prediction, list(capacities)
+    lacks = list[dict[str, float]]()
+
+    def fitting(micro_batch: int, count: int) -> Found | None:
+        """A placement whose memory as it is taken fits. Where it does not, the program gets less memory."""
+        rooms = list(capacities)
         for _ in range(MEMORY_TRIES):
-            size = policy.micro_batch, policy.num_batches
-            prediction = _with_memory(model(*size), policy, prediction)
-            excess = {
-                tier: prediction.memory[tier] / slack - capacity
-                for tier, capacity in zip(profile.tiers, capacities, strict=True)
-            }
-            if max(excess.values()) < 1:  # byte
-                found.append(Found(policy, prediction))
-                break
-            lacks.append({tier: size for tier, size in excess.items() if size >= 1})
-            rooms = [room - max(0.0, excess[tier]) for room, tier in zip(rooms, profile.tiers, strict=True)]
-            again = search(functools.partial(model, rooms=tuple(rooms)), [size]) if min(rooms) >= 0 else []
-            if not again:
-                break
-            policy, prediction = again[0].policy, again[0].prediction
-    if not found:
-        if lacks:
-            raise PlanError(f"{Lack(min(lacks, key=lambda lack: sum(lack.values())))}")
-        micro_batch, count = blocks[0]
-        raise PlanError(f"with blocks of {count} x {micro_batch}, {lacks_of(model(micro_batch, count))}")
-    return found
+            tried = model(micro_batch, count, rooms)
+            found = placed(tried) if min(rooms) >= 0 else None
+            if found is None:
+                return None
+            memory = taken_memory(tried, found.policy, found.prediction.memory)
+            excess = [memory[tier] / slack - most for tier, most in zip(profile.tiers, capacities, strict=True)]
+            if max(excess) < 1:  # byte
+                return Found(found.policy, dataclasses.replace(found.prediction, memory=memory))
+            lacks.append({tier: more for tier, more in zip(profile.tiers, excess, strict=True) if more >= 1})
+            rooms = [room - max(0.0, more) for room, more in zip(rooms, excess, strict=True)]
+        return None
+
+    found = search(fitting, blocks)
+    if found:
+        return found
+    if lacks:
+        raise PlanError(lack_text(min(lacks, key=lambda lack: sum(lack.values()))))
+    raise no_fit(model(*blocks[0], capacities))

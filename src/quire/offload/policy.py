@@ -11,14 +11,15 @@ to on the second tier; and without a solution it says which tier lacks memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.errors import QuireError
-from quire.offload.costs import CostModel, Kind, Linear, Policy
+from quire.offload.costs import CostModel, Form, Kind, Linear, Policy
 from quire.offload.units import Share, Split
 from quire.options import format_bytes
 
@@ -67,16 +68,21 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Lack:
-    """What a machine lacks.
+class Found:
+    """A policy of the search, and its prediction."""
 
-    num_bytes  bytes of capacity that are missing, by tier
-    """
+    policy: Policy
+    prediction: Prediction
 
-    num_bytes: dict[str, float]
 
-    def __str__(self) -> str:
-        return ", ".join(f"{tier} lacks {format_bytes(int(size) + 1)}" for tier, size in self.num_bytes.items())
+def lack_text(num_bytes: Mapping[str, float]) -> str:
+    """Bytes of capacity that are missing, by tier, in words."""
+    return ", ".join(f"{tier} lacks {format_bytes(int(size) + 1)}" for tier, size in num_bytes.items())
+
+
+def no_fit(model: CostModel) -> PlanError:
+    """The error of a block that does not fit, which names what is missing. Raises PlanError if no memory helps."""
+    return PlanError(f"with blocks of {model.num_batches} x {model.micro_batch}, {lack_text(lacks_of(model))}")
 
 
 def predict(model: CostModel, policy: Policy) -> Prediction:
@@ -118,7 +124,7 @@ def best_placement(model: CostModel, *, attended: bool | None = None) -> Policy 
               is; None: the program decides
     Raises PlanError if the solver gives up.
     """
-    if attended is None and model.options.attends_whole and model.machine.decode.far_flops:
+    if attended is None and model.options.form is Form.ENGINE and model.machine.decode.far_flops:
         both = [best_placement(model, attended=whole) for whole in (False, True)]
         found = [policy for policy in both if policy is not None]
         return min(found, key=lambda policy: predict(model, policy).seconds, default=None)
@@ -138,157 +144,140 @@ def _split(shares: Sequence[Share]) -> Split:
     return Split(tuple(Share(share / total) for share in kept))
 
 
-def lacks_of(model: CostModel) -> Lack:
-    """The smallest additional capacity with which a block would fit; empty if it fits already.
+def lacks_of(model: CostModel) -> dict[str, float]:
+    """The smallest additional capacity with which a block would fit, in bytes by tier; empty if it fits already.
 
     They are on one tier, if that can be: the slowest one that needs at most twice the fewest bytes, because it is the
     cheapest.
     Raises PlanError if no memory helps.
     """
-    found: list[Lack] = []
+    found: list[dict[str, float]] = []
     for tiers in [*([tier] for tier in reversed(range(model.num_tiers))), list(range(model.num_tiers))]:
         extra = _solve(model, None, tiers)
         if extra is not None:
-            sizes = zip(model.machine.tiers, extra[model.num_variables :], model.options.slack, strict=False)
-            found.append(Lack({tier: size / slack for tier, size, slack in sizes if size > 0.5}))
+            sizes = zip(model.machine.tiers, extra[model.num_variables :], strict=False)
+            found.append({tier: size / model.options.slack for tier, size in sizes if size > 0.5})
     if not found:
         raise PlanError("no memory on any tier would make this block fit")
-    least = min(sum(lack.num_bytes.values()) for lack in found)
-    return next(lack for lack in found if sum(lack.num_bytes.values()) <= least * 2)
+    least = min(sum(lack.values()) for lack in found)
+    return next(lack for lack in found if sum(lack.values()) <= least * 2)
 
 
 def _limits(model: CostModel) -> dict[str, float]:
-    slack = model.options.slack
-    return {
-        tier: capacity * slack[index]
-        for index, (tier, capacity) in enumerate(zip(model.machine.tiers, model.machine.capacities, strict=True))
-    }
+    """Bytes of each tier that may be used."""
+    sizes = zip(model.machine.tiers, model.machine.capacities, strict=True)
+    return {tier: capacity * model.options.slack for tier, capacity in sizes}
+
+
+def _ranges(model: CostModel, attended: bool | None) -> list[tuple[float, float | None]]:
+    """The least and the largest value of each variable."""
+    tiers, options = model.num_tiers, model.options
+    found: list[tuple[float, float | None]] = [(0.0, 1.0)] * model.num_variables
+    for kind, most in ((Kind.CACHE, options.cache_tiers), (Kind.HIDDEN, options.hidden_tiers)):
+        for tier in range(most, tiers):
+            found[kind * tiers + tier] = (0.0, 0.0)
+    if not model.machine.decode.far_flops or tiers < 3 or attended is False:
+        found[-1] = (0.0, 0.0)
+    return found
 
 
 def _solve(model: CostModel, attended: bool | None, open_tiers: Sequence[int] | None = None) -> Linear | None:
     """The values of the variables; None if the constraints cannot be met.
 
     open_tiers  with tiers: the least bytes are sought that make the block fit if these tiers may grow. The values then
-                end with the bytes of each tier
+                end with the bytes of each tier, otherwise with the seconds of both phases
     Raises PlanError for any other answer of the solver.
     """
-    from scipy.optimize import linprog
-
-    variables, tiers = model.num_variables, model.num_tiers
-    further = 2 if open_tiers is None else tiers
-    rows, bounds_above = [], []
-
-    def at_most(expression: Linear, beyond: dict[int, float], scale: float = 1.0) -> None:
-        """Adds expression + beyond <= 0. Rows are scaled, because bytes and seconds differ by twelve digits."""
-        row = np.zeros(variables + further)
-        row[:variables] = expression[:-1] / scale
-        for index, factor in beyond.items():
-            row[variables + index] += factor
-        rows.append(row)
-        bounds_above.append(-expression[-1] / scale)
-
-    objective = np.zeros(variables + further)
-    if open_tiers is None:
-        for index, stages in enumerate((model.prefill_bounds(), model.decode_bounds())):
-            for stage in stages.values():
-                at_most(stage, {index: -1.0})
-        steps = max(0.0, model.workload.output_tokens - 1)
-        objective[variables], objective[variables + 1] = 1.0, steps
+    tiers, steps, rows = model.num_tiers, max(0.0, model.workload.output_tokens - 1), list[Linear]()
     limits = _limits(model)
-    for tier, (name, needs) in enumerate(model.memory().items()):
-        scale = max(limits[name], 1.0)
-        for need in needs:
-            at_most(need - model.constant(limits[name]), {} if open_tiers is None else {tier: -1.0}, scale)
-        if open_tiers is not None:
-            objective[variables + tier] = scale
-    far = model.attended - model.beyond(Kind.CACHE, 0)
-    at_most(far, {})
-    if attended:
-        at_most(-far, {})
-    equal = np.zeros((3, variables + further))
-    for kind in Kind:
-        equal[kind, :variables] = model.share(kind, range(tiers))[:-1]
-    within: list[tuple[float, float | None]] = [(0.0, 1.0)] * variables
-    if not model.options.hidden_on_last and tiers > 1:
-        within[3 * tiers - 1] = (0.0, 0.0)
-    if not model.options.cache_on_last and tiers > 1:
-        within[2 * tiers - 1] = (0.0, 0.0)
-    if model.options.only_weights:
-        for kind in (Kind.CACHE, Kind.HIDDEN):
-            within[kind * tiers + 1 : (kind + 1) * tiers] = [(0.0, 0.0)] * (tiers - 1)
-    if not model.machine.decode.far_flops or tiers < 3 or attended is False:
-        within[3 * tiers] = (0.0, 0.0)
+    scales = [max(limit, 1.0) for limit in limits.values()]
+    # The further variables are the seconds of both phases, or the bytes of each tier.
+    costs = [1.0, steps] if open_tiers is None else scales
+
+    def at_most(expression: Linear, further: int | None = None, scale: float = 1.0) -> None:
+        """Adds expression <= a further variable, or 0. Rows are scaled: bytes and seconds differ by twelve digits."""
+        others = np.zeros(len(costs))
+        if further is not None:
+            others[further] = -1.0
+        rows.append(np.concatenate([expression[:-1] / scale, others, expression[-1:] / scale]))
+
     if open_tiers is None:
-        within += [(0.0, None)] * 2
-    else:
-        within += [(0.0, None if tier in open_tiers else 0.0) for tier in range(tiers)]
-
-    def solved(objective: Linear) -> Any:
-        # HiGHS gives up on coefficients of 1e9 in the objective, and now and then in its presolve.
-        objective = objective / (np.abs(objective).max() or 1.0)
-        for presolve in (True, False):
-            answer = linprog(
-                objective,
-                A_ub=np.array(rows),
-                b_ub=np.array(bounds_above),
-                A_eq=equal,
-                b_eq=np.ones(3),
-                bounds=within,
-                options={"presolve": presolve},
-            )
-            if answer.status in (OPTIMAL, INFEASIBLE):
-                break
-        return answer
-
-    answer = solved(objective)
+        for phase, stages in enumerate((model.prefill_bounds(), model.decode_bounds())):
+            for stage in stages.values():
+                at_most(stage, phase)
+    for tier, (name, needs) in enumerate(model.memory().items()):
+        for need in needs:
+            at_most(need - model.constant(limits[name]), None if open_tiers is None else tier, scales[tier])
+    far = model.attended - model.beyond(Kind.CACHE, 0)
+    at_most(far)
+    if attended:
+        at_most(-far)
+    may_grow = range(len(costs)) if open_tiers is None else open_tiers
+    within = _ranges(model, attended) + [(0.0, None if place in may_grow else 0.0) for place in range(len(costs))]
+    equal = np.zeros((3, len(within)))
+    for kind in Kind:
+        equal[kind, : model.num_variables] = model.share(kind, range(tiers))[:-1]
+    objective = np.concatenate([np.zeros(model.num_variables), costs])
+    answer = _minimum(objective, rows, equal, within)
     if answer.status == INFEASIBLE:
         return None
     if answer.status != OPTIMAL:
         raise PlanError(f"the linear program was not solved: {answer.message}")
     found: Linear = np.asarray(answer.x)
-    if open_tiers is None:
-        # Where computing is slowest, many placements take equally long. The one that moves least is found.
-        least = float(objective @ found)
-        rows.append(objective / least)
-        bounds_above.append(1 + EQUAL)
-        moved = np.zeros(variables + further)
-        moved[:variables] = sum(model.prefill_stages().values(), model.constant(0))[:-1]
-        moved[:variables] += steps * sum(model.decode_stages().values(), model.constant(0))[:-1]
-        answer = solved(moved)
-        if answer.status == OPTIMAL:
-            found = np.asarray(answer.x)
-    else:
-        for tier, name in enumerate(model.machine.tiers):
-            found[variables + tier] *= max(limits[name], 1.0)
-    return found
+    if open_tiers is not None:
+        found[model.num_variables :] *= scales
+        return found
+    # Where computing is slowest, many placements take equally long. The one that moves least is found.
+    rows.append(np.append(objective / float(objective @ found), -(1 + EQUAL)))
+    moved = sum(model.prefill_stages().values(), model.constant(0))[:-1]
+    moved = moved + steps * sum(model.decode_stages().values(), model.constant(0))[:-1]
+    answer = _minimum(np.concatenate([moved, np.zeros(2)]), rows, equal, within)
+    return np.asarray(answer.x) if answer.status == OPTIMAL else found
 
 
-@dataclass(frozen=True)
-class Found:
-    """A policy of the search, and its prediction."""
+def _minimum(objective: Linear, rows: Sequence[Linear], equal: NDArray[np.float64], within: Sequence[Any]) -> Any:
+    """HiGHS's answer: the variables that minimise the objective.
 
-    policy: Policy
-    prediction: Prediction
+    rows    each a constraint row @ (variables, 1) <= 0
+    equal   sums that are 1
+    within  the least and the largest value of each variable
+    """
+    from scipy.optimize import linprog
+
+    # HiGHS gives up on coefficients of 1e9 in the objective, and now and then in its presolve.
+    objective, table = objective / (np.abs(objective).max() or 1.0), np.array(rows)
+    for presolve in (True, False):
+        answer = linprog(
+            objective, table[:, :-1], -table[:, -1], equal, np.ones(3), within, options={"presolve": presolve}
+        )
+        if answer.status in (OPTIMAL, INFEASIBLE):
+            break
+    return answer
 
 
-def search(model_of: Callable[[int, int], CostModel], batches: Iterable[tuple[int, int]]) -> list[Found]:
+def placed(model: CostModel) -> Found | None:
+    """The best placement of one block size; None if none fits. Raises PlanError if the solver gives up."""
+    policy = best_placement(model)
+    return None if policy is None else Found(policy, predict(model, policy))
+
+
+def search(placed: Callable[[int, int], Found | None], blocks: Iterable[tuple[int, int]]) -> list[Found]:
     """The best placement of every block size that fits, in the order of the sizes.
 
-    model_of  (sequences of a micro-batch, number of micro-batches) -> its cost model
-    batches   the sizes to try
+    placed  (sequences of a micro-batch, number of micro-batches) -> the best placement. Raises PlanError
+    blocks  the sizes to try
     Raises PlanError if the solver gives up on a size and no other one fits.
     """
     found, failure = list[Found](), None
-    for micro_batch, num_batches in batches:
-        model = model_of(micro_batch, num_batches)
+    for micro_batch, num_batches in blocks:
         try:
-            policy = best_placement(model)
+            each = placed(micro_batch, num_batches)
         except PlanError as error:
             failure = error
             log.warning("blocks of %d x %d are left out: %s", num_batches, micro_batch, error)
             continue
-        if policy is not None:
-            found.append(Found(policy, predict(model, policy)))
+        if each is not None:
+            found.append(each)
     if not found and failure is not None:
         raise failure
     return found

@@ -17,8 +17,8 @@ import numpy as np
 
 from quire.config import format_bytes
 from quire.errors import ConfigError
-from quire.offload.records import above, increasing, made
 from quire.offload.units import NONE, TIERS, Share
+from quire.records import above, increasing, made
 from quire.safe_io import parse_json, read_text
 
 if TYPE_CHECKING:
@@ -330,6 +330,6 @@ def read_profile(path: Path) -> Profile:
     try:
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise ConfigError(f"not a profile of format {FORMAT}")
-        return made(Profile, {name: value for name, value in fields.items() if name != "format"}, "")
+        return made(Profile, {name: value for name, value in fields.items() if name != "format"})
     except ConfigError as error:
         raise ConfigError(f"hardware {path}: {error}") from None

@@ -41,11 +41,15 @@ def _foreign_seconds() -> float:
     return busy / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
 
 
+def quiet_cores() -> float:
+    """Most cores that other programs may keep busy during a quiet sample."""
+    return QUIET_CORES + max(0, len(os.sched_getaffinity(0)) - torch.get_num_threads())
+
+
 def quietest(sample: Callable[[], float], rounds: int) -> list[float]:
     """Samples until `rounds` of them were quiet, but at most MOST_TRIES for each. Returns the least disturbed ones."""
     found: list[tuple[float, float]] = []
-    limit = QUIET_CORES + max(0, len(os.sched_getaffinity(0)) - torch.get_num_threads())
-    num_quiet = 0
+    limit, num_quiet = quiet_cores(), 0
     while num_quiet < rounds and len(found) < MOST_TRIES * rounds:
         load = OtherLoad()
         value = sample()

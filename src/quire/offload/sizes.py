@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.models.shape import ITEM_BYTES
-from quire.offload.costs import Scratch, Sizes
+from quire.offload.costs import Sizes
 
 if TYPE_CHECKING:
     from quire.models.shape import ModelShape
-    from quire.offload.costs import Workload
 
 _PRODUCTS = ("q", "k", "v"), ("gate", "up")
 """Matrices of a layer that are multiplied together."""
@@ -44,11 +43,10 @@ def sizes_of(
     dtype: str,
     tensor_bytes: MatrixBytes,
     cache_bytes: float,
-    workload: Workload,
     *,
     gates_inside: bool = False,
 ) -> Sizes:
-    """The numbers of a model.
+    """The numbers of a model, without the scratch of prompts, which depends on their length.
 
     dtype         dtype of activations
     tensor_bytes  bytes of a tensor as it is held: packed, or in the dtype
@@ -64,7 +62,6 @@ def sizes_of(
         else:
             outside += tensor_bytes(name, size)
     layers = shape.num_layers
-    tokens = float(workload.prompt_tokens)
     # A gated decoder passes on the normalised rows in addition to the residual stream.
     streams = 1 if shape.architecture == "opt" else 2
     stages = _stages(shape, item, 1 if gates_inside or shape.architecture == "opt" else 3)
@@ -77,8 +74,7 @@ def sizes_of(
         layer_flops=2.0 * multiplied / layers,
         pair_flops=4.0 * shape.q_size,
         score_bytes=4.0 * shape.num_q_heads,
-        prefill=tuple(Scratch(tokens * stage) for stage in stages),
-        decode=tuple(Scratch(stage) for stage in stages),
+        decode=stages,
         head_flops=head,
         fixed_bytes=outside,
     )

@@ -25,9 +25,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError
-from quire.offload.records import above
 from quire.planning.devices import Device
 from quire.planning.latency import Link, Origin, StepWork
+from quire.records import above
 
 if TYPE_CHECKING:
     from quire.models.shape import ModelShape

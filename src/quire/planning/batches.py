@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import EngineConfig
-from quire.engine.machine import available_memory
 from quire.errors import ConfigError
 from quire.offload.costs import Policy, Workload
-from quire.offload.planner import MICRO_BATCHES, plan_all
+from quire.offload.planner import MICRO_BATCHES
 from quire.offload.policy import PlanError, Prediction
 from quire.offload.profile import read_profile
 from quire.offload.units import ALL, Share
-from quire.planning.offload_sizes import conditions_of, has_device, keeps_cache, remedies, sizes_from, token_budget_of
+from quire.planning.offload_plan import kept_share, plan_measured
+from quire.planning.offload_sizes import Subject
 
 SLACK = 0.9
 """Share of the memory and of the disk's room that a plan uses."""
@@ -84,13 +81,6 @@ def _common(before: Sequence[int], prompt: Sequence[int]) -> int:
     return same // PAGE_TOKENS * PAGE_TOKENS
 
 
-def _free(folder: str) -> int:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError as error:
-        raise ConfigError(f"{folder} of the profile: {error.strerror or error}; set offload.cache") from None
-
-
 def plan_batch(
     model: str, config: EngineConfig, prompts: Sequence[Sequence[int]], outputs: Sequence[int | None]
 ) -> BatchPlan | None:
@@ -104,58 +94,46 @@ def plan_batch(
     Raises ConfigError if the profile is not for this model, and if nothing fits.
     """
     assert config.offload.profile is not None
-    profile = read_profile(Path(config.offload.profile))
-    budget = config.retain.budget
-    kept = ALL if budget == "off" else Share(min(1.0, budget))
-    on_gpu = has_device(config)
-    if on_gpu and config.offload.cache is not None:
+    profile, subject = read_profile(Path(config.offload.profile)), Subject.of(model, config)
+    if subject.has_device and config.offload.cache is not None:
         raise ConfigError("offload.profile plans the cache beside a GPU; leave offload.cache out")
-    # Sizes depend on the workload, and it on the context.
-    shape, _ = sizes_from(model, config, Workload(1, 1), on_gpu=on_gpu)
-    context = config.model.max_context or shape.max_context
+    context = subject.max_context
     fits = [index for index, prompt in enumerate(prompts) if 0 < len(prompt) < context]  # others are refused
     if not fits:
         return None
     prompts, outputs = [prompts[index] for index in fits], [outputs[index] for index in fits]
     rooms = [context - len(prompt) for prompt in prompts]
     answers = [room if most is None else min(most, room) for most, room in zip(outputs, rooms, strict=True)]
-    workload = workload_of(prompts, answers, kept)
+    workload = workload_of(prompts, answers, kept_share(config))
     if not config.cache.share:
         workload = dataclasses.replace(workload, shared_tokens=0.0, num_prefixes=0)
     longest = max(map(sum, zip(map(len, prompts), answers, strict=True)))
     room_tokens = -(-longest // PAGE_TOKENS) * PAGE_TOKENS
     workload = dataclasses.replace(workload, room_tokens=room_tokens)
-    shape, sizes = sizes_from(model, config, workload, on_gpu=on_gpu)
-    profile.check(conditions_of(model, shape, config, sizes))
-    weights = sizes.layer_bytes * sizes.num_layers
-    room, memory = config.offload.cache, config.offload.memory
-    if room is None:
-        room = int(_free(profile.disk.folder) * SLACK)
-    devices = [torch.device(each) for each in (("cuda", "cpu") if on_gpu else ("cpu",))]
-    memories = [available_memory(device) * SLACK for device in devices]
-    if memory is not None:
-        memories[0] = float(memory)
+    profile.check(subject.conditions())
+    room = config.offload.cache
+    disk = None if room is None else subject.layers_bytes + room
+    given = {profile.tiers[0]: config.offload.memory, "disk": disk}
     most = min(config.scheduler.max_running, len(prompts))
-    rows = token_budget_of(config)
     try:
-        blocks = plan_all(
-            profile, sizes, workload, (*memories, weights + room), budget=rows, most=config.scheduler.max_running,
-            only_weights=keeps_cache(config),
+        blocks = plan_measured(
+            subject, profile, workload, given, disk_setting="offload.cache", free_share=SLACK,
             micro_batches=[each for each in sorted({*MICRO_BATCHES, most}) if each <= most],
-        )  # fmt: skip
+        ).found  # fmt: skip
     except PlanError as error:
-        raise ConfigError(f"no placement fits offload.memory: {error}{remedies(config)}") from error
+        raise ConfigError(f"no placement fits offload.memory: {error}{subject.remedies}") from error
     found = min(blocks, key=lambda each: seconds_of(each.policy, each.prediction, len(prompts)))
     policy = found.policy
     settings: dict[str, Any] = {
         "model.max_context": min(room_tokens, context),
-        "scheduler.token_budget": rows,
+        "scheduler.token_budget": subject.token_budget,
         "scheduler.max_running": policy.block,
     }
     if policy.cache.beyond(0) <= 0:
         settings["offload.cache"] = None  # it would move the cache to the disk
         # An admission leaves every sequence room for a chunk to grow.
-        own, held = policy.block * PAGE_TOKENS, workload.held_tokens(policy.block, workload.output_tokens)
+        sizes, own = subject.sizes, policy.block * PAGE_TOKENS
+        held = workload.held_tokens(policy.block, workload.output_tokens)
         needed = (sizes.cache_bytes * (held + own) + sizes.open_cache_bytes * own) * sizes.num_layers
         settings["cache.memory"] = round(needed * (1 + MARGIN)) + SLABS_BYTES
     return BatchPlan(policy, found.prediction, settings, profile.tiers)

@@ -25,9 +25,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from quire.errors import ConfigError
-from quire.offload.records import made
 from quire.planning.latency import About, Origin
 from quire.planning.space import Settings, Space
+from quire.records import made
 from quire.safe_io import parse_json, read_text
 
 log = logging.getLogger("quire")
@@ -240,7 +240,7 @@ def read_curve(path: Path) -> Curve:
     if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
         raise ConfigError(f"curve {path}: not of format {FORMAT}; quire plan auto --text FILE makes one")
     try:
-        return made(Curve, fields, "")
+        return made(Curve, fields)
     except ConfigError as error:
         raise ConfigError(f"curve {path}: {error}") from None
 

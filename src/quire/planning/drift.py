@@ -23,8 +23,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from quire.errors import ConfigError
-from quire.offload.records import above
 from quire.options import format_number
+from quire.records import above
 
 NAMES = {"rate": "requests/s", "mean_in": "prompt tokens", "mean_out": "answer tokens", "shared": "cached share"}
 """What is watched, in words."""

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from quire.errors import ConfigError
-from quire.offload.records import above, made
+from quire.records import above, made
 from quire.safe_io import parse_json, read_text
 
 FORMAT = 1
@@ -201,7 +201,7 @@ class LatencyModel:
         if not any(self.coefficients.values()):
             raise ConfigError("coefficients are all 0: no step would take any time")
         for name, bounds in self.ranges.items():
-            if len(bounds) != 2 or bounds[0] > bounds[1]:
+            if bounds[0] > bounds[1]:
                 raise ConfigError(f"ranges.{name} is {list(bounds)}; it must be a smallest and a largest value")
 
     @property
@@ -282,7 +282,7 @@ class LatencyModel:
             raise ConfigError(
                 f"not a latency model of format {FORMAT}; quire bench latency MODEL --output FILE makes one"
             )
-        return made(cls, {name: value for name, value in fields.items() if name != "format"}, "")
+        return made(cls, {name: value for name, value in fields.items() if name != "format"})
 
     def write(self, path: Path) -> None:
         """Writes the model to a file. Raises ConfigError if it cannot."""

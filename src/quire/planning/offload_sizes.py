@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,87 +31,124 @@ from quire.offload.sizes import matrices_of, sizes_of
 
 if TYPE_CHECKING:
     from quire.models.shape import ModelShape
-    from quire.offload.costs import Sizes, Workload
+    from quire.offload.costs import Sizes
 
 
-def sizes_from(
-    model: str, config: EngineConfig, workload: Workload, *, on_gpu: bool = False
-) -> tuple[ModelShape, Sizes]:
-    """The shape of a model, and its numbers with the configuration's weights and codec.
+@dataclass(frozen=True)
+class Subject:
+    """A model as it will be served, and its numbers.
 
-    model  a folder, a .gguf file, a hub id, `smollm2`, or a config.json without weights
+    name    a folder, a .gguf file, a hub id, `smollm2`, or a config.json without weights
+    config  its settings, whose weights and codec the sizes are for
     """
-    path = Path(model)
-    if path.suffix == ".json":
-        shape = shape_from_config(read_json(path, required=True), {})
-        kinds = dict.fromkeys(shape.tensor_shapes, "BF16")
-    else:
-        with open_model(resolve_model(model)) as checkpoint:
-            shape = checkpoint.shape
-            kinds = {name: checkpoint.kind(name) for name in shape.tensor_shapes}
-    dtype = _dtype(shape, config)
 
-    def tensor_bytes(name: str, size: tuple[int, ...]) -> float:
-        kind = loaded_kind(name, size, kinds[name], config.model.weights, BLOCK_KINDS)
-        return float(math.prod(size) * ITEM_BYTES[dtype] if kind is None else size[0] * loaded_row_bytes(kind, size[1]))
+    name: str
+    config: EngineConfig
+    shape: ModelShape
+    sizes: Sizes
 
-    pages, _ = sealed_pages(config, shape, torch_dtype(dtype), None, "triton" if has_device(config) else "cpu")
-    per_token, of_open = 2.0 * shape.kv_size * ITEM_BYTES[dtype], 0.0
-    if pages is not None:
-        of_open = per_token
-        chunk = page_counts(pages, shape.num_layers, shape.num_kv_heads)
-        per_token = sum(size * count for size, count in chunk.items()) / shape.num_layers / PAGE_TOKENS
-    sizes = sizes_of(shape, dtype, tensor_bytes, per_token, workload, gates_inside=not on_gpu)
+    @classmethod
+    def of(cls, name: str, config: EngineConfig, *, on_gpu: bool | None = None) -> Subject:
+        """Reads the model's headers. on_gpu: whether a GPU computes; None: as on this machine.
 
-    def kind_of(name: str) -> str | None:
-        return loaded_kind(name, shape.tensor_shapes[name], kinds[name], config.model.weights, BLOCK_KINDS)
+        Raises ModelError or ConfigError.
+        """
+        path = Path(name)
+        if path.suffix == ".json":
+            shape = shape_from_config(read_json(path, required=True), {})
+            stored = dict.fromkeys(shape.tensor_shapes, "BF16")
+        else:
+            with open_model(resolve_model(name)) as checkpoint:
+                shape = checkpoint.shape
+                stored = {tensor: checkpoint.kind(tensor) for tensor in shape.tensor_shapes}
+        dtype = _dtype(shape, config)
 
-    matrices = matrices_of(shape, tensor_bytes, kind_of)
-    window = float(shape.sliding_window or math.inf)
-    return shape, dataclasses.replace(sizes, open_cache_bytes=of_open, matrices=matrices, window=window)
+        def kind_of(tensor: str) -> str | None:
+            size = shape.tensor_shapes[tensor]
+            return loaded_kind(tensor, size, stored[tensor], config.model.weights, BLOCK_KINDS)
+
+        def tensor_bytes(tensor: str, size: tuple[int, ...]) -> float:
+            kind = kind_of(tensor)
+            of_rows = ITEM_BYTES[dtype] * math.prod(size[1:]) if kind is None else loaded_row_bytes(kind, size[1])
+            return float(size[0] * of_rows)
+
+        has_gpu = _has_gpu(config)
+        pages, _ = sealed_pages(config, shape, torch_dtype(dtype), None, "triton" if has_gpu else "cpu")
+        per_token, of_open = 2.0 * shape.kv_size * ITEM_BYTES[dtype], 0.0
+        if pages is not None:
+            of_open = per_token
+            chunk = page_counts(pages, shape.num_layers, shape.num_kv_heads)
+            per_token = sum(size * count for size, count in chunk.items()) / shape.num_layers / PAGE_TOKENS
+        gates_inside = not (has_gpu if on_gpu is None else on_gpu)
+        sizes = sizes_of(shape, dtype, tensor_bytes, per_token, gates_inside=gates_inside)
+        matrices = matrices_of(shape, tensor_bytes, kind_of)
+        window = float(shape.sliding_window or math.inf)
+        sizes = dataclasses.replace(sizes, open_cache_bytes=of_open, matrices=matrices, window=window)
+        return cls(name, config, shape, sizes)
+
+    @property
+    def dtype(self) -> str:
+        """Of activations."""
+        return _dtype(self.shape, self.config)
+
+    @property
+    def has_device(self) -> bool:
+        """Whether a GPU computes."""
+        return _has_gpu(self.config)
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of a sequence."""
+        return self.config.model.max_context or self.shape.max_context
+
+    @property
+    def layers_bytes(self) -> float:
+        """Bytes of the weights of all layers."""
+        return self.sizes.layer_bytes * self.sizes.num_layers
+
+    @property
+    def token_budget(self) -> int:
+        """Most rows of a step."""
+        scheduler = self.config.scheduler
+        usual = TOKEN_BUDGET[device_type_of(self.config.runtime.device)]
+        return scheduler.token_budget or max(usual, scheduler.max_running + PAGE_TOKENS)
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether a plan keeps the cache where it is computed. With retention the engine can move it, but no profile
+        has its speed.
+        """
+        config = self.config
+        return config.retain.is_on or config.tiers.is_on or config.cache.sparse_values < 1
+
+    @property
+    def remedies(self) -> str:
+        """Settings that need less memory than these, as the end of an error; empty if there are none."""
+        words = ["--model.weights g4"] * (self.config.model.weights != "g4")
+        words += ["--cache.codec g4"] * (not CODECS[self.config.cache.codec].place)
+        return f"; {' and '.join(words)} need{'s' * (len(words) == 1)} less" if words else ""
+
+    def conditions(self) -> Conditions:
+        """What a profile of this machine is made for. Sets the configuration's level of kernels."""
+        config = self.config
+        runtime.set_level(config.runtime.level)
+        return Conditions(
+            model=Path(self.name).name,
+            shape=numbers_of(self.shape),
+            dtype=self.dtype,
+            weights=config.model.weights,
+            layer_bytes=self.sizes.layer_bytes,
+            codec=config.cache.codec,
+            processor=processor_name(),
+            threads=config.runtime.threads or usable_cores(),
+            kernels=runtime.level(),
+            disk_bandwidth=None if config.offload.disk_bandwidth is None else float(config.offload.disk_bandwidth),
+            device=torch.cuda.get_device_name() if self.has_device else "",
+        )
 
 
-def conditions_of(model: str, shape: ModelShape, config: EngineConfig, sizes: Sizes) -> Conditions:
-    """What a profile of this machine is made for. Sets the configuration's level of kernels."""
-    runtime.set_level(config.runtime.level)
-    return Conditions(
-        model=model,
-        shape=numbers_of(shape),
-        dtype=_dtype(shape, config),
-        weights=config.model.weights,
-        layer_bytes=sizes.layer_bytes,
-        codec=config.cache.codec,
-        processor=processor_name(),
-        threads=config.runtime.threads or usable_cores(),
-        kernels=runtime.level(),
-        disk_bandwidth=None if config.offload.disk_bandwidth is None else float(config.offload.disk_bandwidth),
-        device=torch.cuda.get_device_name() if has_device(config) else "",
-    )
-
-
-def has_device(config: EngineConfig) -> bool:
-    """Whether a GPU computes."""
+def _has_gpu(config: EngineConfig) -> bool:
     return device_type_of(config.runtime.device) == "cuda"
-
-
-def token_budget_of(config: EngineConfig) -> int:
-    """Most rows of a step."""
-    least = config.scheduler.max_running + PAGE_TOKENS
-    return config.scheduler.token_budget or max(TOKEN_BUDGET[device_type_of(config.runtime.device)], least)
-
-
-def remedies(config: EngineConfig) -> str:
-    """Settings that need less memory than these, as the end of an error; empty if there are none."""
-    words = ["--model.weights g4"] * (config.model.weights != "g4")
-    words += ["--cache.codec g4"] * (not CODECS[config.cache.codec].place)
-    return f"; {' and '.join(words)} need{'s' * (len(words) == 1)} less" if words else ""
-
-
-def keeps_cache(config: EngineConfig) -> bool:
-    """Whether a plan keeps the cache where it is computed. With retention the engine can move it, but no profile has
-    its speed.
-    """
-    return config.retain.is_on or config.tiers.is_on or config.cache.sparse_values < 1
 
 
 def _dtype(shape: ModelShape, config: EngineConfig) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.offload.records import above, made
 from quire.planning.cluster_file import ClusterSpec
 from quire.planning.divisions import Option, Role
+from quire.records import above, made
 from quire.safe_io import parse_json, read_text
 
 VERSION = 1
@@ -237,11 +237,13 @@ class Placement:
 
 @dataclass(frozen=True)
 class _Content:
-    """The fields of a file that have a form."""
+    """The fields of a file."""
 
     instances: tuple[Instances, ...]
     predicted: Predicted
-    slo: dict[str, int | float]
+    workload: dict[str, Any] = field(default_factory=dict)
+    slo: dict[str, int | float] = field(default_factory=dict)
+    made: dict[str, Any] = field(default_factory=dict)
     gpus: Gpus | None = None
     hosts: Hosts | None = None
 
@@ -265,22 +267,11 @@ def placement_of(fields: Any) -> Placement:
     """
     if not isinstance(fields, dict) or fields.get("version") != VERSION:
         raise ConfigError(f"not a placement of version {VERSION}; quire plan placement makes one")
-    free = {name: fields.get(name, {}) for name in ("workload", "made")}
-    for name, value in free.items():
-        if not isinstance(value, dict):
-            raise ConfigError(f"{name} is {value!r:.60}; it must be an object")
-    strict = {"slo": {}} | {name: value for name, value in fields.items() if name not in ("version", *free)}
-    if isinstance(strict.get("instances"), list):
-        strict["instances"] = [
-            {"options": {}, **each} if isinstance(each, dict) else each for each in strict["instances"]
-        ]
-    content = made(_Content, strict, "")
+    content = made(_Content, {name: value for name, value in fields.items() if name != "version"})
     for name, value in content.slo.items():
         if value < 0:
             raise ConfigError(f"slo.{name} is {value!r}; it must be a number of at least 0")
-    return Placement(
-        content.instances, content.predicted, slo=dict(content.slo), gpus=content.gpus, hosts=content.hosts, **free
-    )
+    return Placement(**vars(content))
 
 
 def _refuse(constant: str) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError
-from quire.offload.records import above
+from quire.records import above
 
 Floats = NDArray[np.float64]
 

@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 BLOCK_BYTES = 4096
@@ -94,19 +94,26 @@ def measure_speed(folder: Path, num_bytes: int, before: Callable[[int], None], *
     """Bytes per second of writing and then reading an unnamed file in a folder. A kill leaves no file behind.
     before: as in `DirectFile.read`. Raises OSError.
     """
-    path = folder / f"{MEASURE_PREFIX}{os.urandom(8).hex()}.tmp"
     view = AlignedBuffer().view(num_bytes)
     view[:] = os.urandom(num_bytes)  # some file systems compress, and store zeros for nothing
-    file = DirectFile(path, is_direct=is_direct, is_new=True)
-    try:
-        path.unlink(missing_ok=True)
+    with measured_file(folder, is_direct=is_direct) as file:
+        file.path.unlink(missing_ok=True)
         begun = time.monotonic()
         file.write([view], 0, before)
         file.sync()
         file.read(view, 0, before)
         return 2 * num_bytes / (time.monotonic() - begun)
+
+
+@contextlib.contextmanager
+def measured_file(folder: Path, *, is_direct: bool) -> Iterator[DirectFile]:
+    """A new file to measure a disk with, which is removed at the end. Raises OSError."""
+    file = DirectFile(folder / f"{MEASURE_PREFIX}{os.urandom(8).hex()}.tmp", is_direct=is_direct, is_new=True)
+    try:
+        yield file
     finally:
         file.close()
+        file.path.unlink(missing_ok=True)
 
 
 class DirectFile:

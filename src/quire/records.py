@@ -1,0 +1,55 @@
+"""Dataclasses from JSON objects: every value is checked, and every error names the field."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, TypeVar
+
+import msgspec
+
+from quire.errors import ConfigError
+
+Made = TypeVar("Made")
+
+
+def made(kind: type[Made], fields: Any) -> Made:
+    """A dataclass from a JSON object with exactly its fields; those with defaults may be missing.
+
+    Raises ConfigError that names the field: for an unknown or a missing one, a wrong type, a number that is not finite,
+    and what `__post_init__` refuses.
+    """
+    try:
+        found = msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        reason, _, at = str(error).partition(" - at `$")
+        raise ConfigError(f"{at.strip('.`')}: {reason}" if at else reason) from None
+    _check(fields, msgspec.to_builtins(found), "")
+    return found
+
+
+def _check(given: Any, read: Any, at: str) -> None:
+    """Raises ConfigError for a field that was not read, because no dataclass has it, and for infinity and NaN."""
+    if isinstance(given, dict):
+        for name, value in given.items():
+            below = f"{at}.{name}" if at else name
+            if name not in read:
+                raise ConfigError(f"unknown field {below!r}")
+            _check(value, read[name], below)
+    elif isinstance(given, list):
+        for index, value in enumerate(given):
+            _check(value, read[index], f"{at}[{index}]")
+    elif isinstance(given, float) and not math.isfinite(given):
+        raise ConfigError(f"{at} is {given!r}; it must be a finite number")
+
+
+def above(value: float, name: str) -> None:
+    """Raises ConfigError unless a number is above 0 and finite."""
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{name} is {value!r}; it must be a number above 0")
+
+
+def increasing(counts: tuple[int, ...], name: str) -> None:
+    """Raises ConfigError unless counts increase from 1 or more."""
+    if not counts or counts[0] < 1 or any(after <= before for before, after in itertools.pairwise(counts)):
+        raise ConfigError(f"{name} are {list(counts)}; they must be whole numbers from 1 that increase")
