@@ -195,7 +195,7 @@ class Quality:
         what = self.space.name(settings)
         config = self.config_of(settings)
         self.calibration_of(config)
-        engines, _ = load_engines(self.name, (), scoring.context, config.to_options())
+        engines, _ = load_engines(self.name, config, scoring.context)
         try:
             for number, window in enumerate(left):
                 begun = time.monotonic()

@@ -14,6 +14,7 @@ from quire.config import EngineConfig, TiersConfig
 from quire.engine.build import resolve
 from quire.engine.machine import usable_cores
 from quire.errors import ConfigError, QuireError
+from quire.evaluation.engines import LEAVES_NOTHING
 from quire.evaluation.latency_bench import about_of, measure_steps, settings_of
 from quire.evaluation.memory_use import free_memory
 from quire.folders import user_path
@@ -207,9 +208,8 @@ class Speeds:
 
     def config_of(self, settings: Settings) -> EngineConfig:
         """What of the settings an engine has. Raises ConfigError."""
-        nothing = dict.fromkeys(("cache.pin", "tiers.disk", "tiers.disk_bandwidth", "tiers.memory"))
         threads = {"runtime.threads": threads_of(settings.options, self._base)}
-        return self._base.with_options({**settings.engine_options, **nothing, **threads})
+        return self._base.with_options({**settings.engine_options, **LEAVES_NOTHING, **threads})
 
     def _config(self, settings: Settings) -> EngineConfig:
         return self.config_of(settings).with_options({"cache.memory": self._memory})
