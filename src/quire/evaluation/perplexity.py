@@ -181,7 +181,7 @@ def measure(
                 for name, engine in engines.items():
                     tallies[name].bytes.append(cache_bytes_used(engine))
         for name, tally in tallies.items():
-            tally.end_window()
+            tally.nll.append(float(tally.losses.mean()))
             if not math.isfinite(tally.nll[-1]):
                 raise ModelError(f"codec {name}: the logits of window {number} hold NaN or infinity")
         progress(number + 1, len(windows))
@@ -252,9 +252,6 @@ class _Tally:
     agreeing: int = 0
     bytes: list[int] = field(default_factory=list)
 
-    def end_window(self) -> None:
-        self.nll.append(float(self.losses.mean()))
-
     def result(
         self,
         codec: str,
@@ -265,23 +262,28 @@ class _Tally:
     ) -> Perplexity:
         """reference: the mean losses of the reference's windows."""
         nll = np.array(self.nll)
-        rows = context - 1 if continuation is None else continuation
-        values = (codec, context, len(nll), len(nll) * rows, float(nll.mean()), _standard_error(nll))
-        sizes = (sum(self.bytes) / (len(nll) * (context - 1)), bits)
-        if reference is None:
-            return Perplexity(*values, *sizes, continuation=continuation, window_nll=tuple(self.nll))
-        kl = self.kl
-        # Both read the same tokens, so their losses are correlated within a window.
-        difference = nll - reference
-        ratio, error = math.exp(difference.mean()), _standard_error(difference)
+        compared: dict[str, float | None] = {}
+        if reference is not None:
+            # Both read the same tokens, so their losses are correlated within a window.
+            difference = nll - reference
+            ratio, error = math.exp(difference.mean()), _standard_error(difference)
+            compared = {
+                "kl_mean": float(self.kl.mean()),
+                "kl_p99": float(np.quantile(self.kl, 0.99)),
+                "agreement": self.agreeing / len(self.kl),
+                "ratio": ratio,
+                "ratio_error": None if error is None else ratio * error,
+            }
         return Perplexity(
-            *values,
-            *sizes,
-            kl_mean=float(kl.mean()),
-            kl_p99=float(np.quantile(kl, 0.99)),
-            agreement=self.agreeing / len(kl),
-            ratio=ratio,
-            ratio_error=None if error is None else ratio * error,
+            codec,
+            context,
+            num_windows=len(nll),
+            num_tokens=len(nll) * len(self.losses),
+            nll=float(nll.mean()),
+            nll_error=_standard_error(nll),
+            bytes_per_token=sum(self.bytes) / (len(nll) * (context - 1)),
+            bits_per_element=bits,
+            **compared,
             continuation=continuation,
             window_nll=tuple(self.nll),
         )
