@@ -195,18 +195,14 @@ def test_retrieval_is_a_table_of_depths(monkeypatch: pytest.MonkeyPatch, capsys:
     ]
 
 
-def test_retrieval_runs_on_a_model(folder: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--lengths", "512", "--depths", "0.5", "--trials", "1", "--text", text, "--json"]
+@pytest.mark.parametrize(("flags", "name"), [([], "dense"), (["--retain.budget", "0.5"], "dense, retain.budget 0.5")])
+def test_retrieval_runs_on_a_model_and_names_the_retention(
+    flags: list[str], name: str, folder: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--lengths", "512", "--depths", "0.5", "--trials", "1", "--text", text, "--json", *flags]
     assert main(["eval", "retrieval", folder, *words, *SMALL]) == 0
     (line,) = lines(capsys)
-    assert (line["eval"], line["codec"], line["num_trials"]) == ("retrieval", "dense", 1)
-
-
-def test_retrieval_names_the_retention(folder: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--lengths", "512", "--depths", "0.5", "--trials", "1", "--text", text, "--json", "--retain.budget", "0.5"]
-    assert main(["eval", "retrieval", folder, *words, *SMALL]) == 0
-    (line,) = lines(capsys)
-    assert line["codec"] == "dense, retain.budget 0.5"
+    assert (line["eval"], line["codec"], line["num_trials"]) == ("retrieval", name, 1)
 
 
 @pytest.mark.parametrize(

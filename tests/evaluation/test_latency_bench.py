@@ -161,11 +161,14 @@ def test_a_model_says_what_other_settings_it_was_made_with() -> None:
         fixed = {"runtime.device": "cpu", "model.dtype": "float32", "runtime.threads": 2}
         return EngineConfig.from_options(fixed | options)
 
+    for options in ({"scheduler.max_running": 3}, {"cache.codec": "g4", "cache.outlier_slots": 2}):
+        plain = config(**{"cache.codec": options.get("cache.codec", "dense")})
+        assert mismatch(settings_of("ab", plain), settings_of("ab", config(**options))) is None
+    slots = [settings_of("ab", config(**{"cache.codec": "nuq3", "cache.outlier_slots": count})) for count in (1, 2)]
+    assert "cache.outlier_slots 1, not 2" in str(mismatch(*slots))
     made = settings_of("ab", config())
-    assert mismatch(made, settings_of("ab", config(**{"scheduler.max_running": 3}))) is None
     for options, message in [
         ({"cache.codec": "g4"}, "cache.codec dense, not g4"),
-        ({"cache.codec": "nuq3"}, "cache.codec dense, not nuq3"),
         ({"runtime.threads": 1}, "runtime.threads 2, not 1"),
         ({"runtime.cpu_level": "v2"}, f"runtime.cpu_level {made['level']}, not v2"),
         ({"retain.budget": 0.5}, "retain off, not budget 0.5, profile_rows 256"),

@@ -20,7 +20,7 @@ from quire.engine.params import SamplingParams
 from quire.engine.runner import LOGIT_ROWS
 from quire.errors import ConfigError, ModelError, RequestError
 from quire.evaluation import Perplexity
-from quire.evaluation.engines import load_engines
+from quire.evaluation.engines import configs_of, load_engines
 from quire.evaluation.perplexity import cut_windows, measure, teacher_forced_logprobs, window_hidden_states
 
 from ..engines import GREEDY, chunk_bytes, drain, generate, make_engine, oracle_logits
@@ -272,6 +272,19 @@ def test_windows_are_whole_and_follow_each_other() -> None:
     assert cut_windows(range(4), 4) == [[0, 1, 2, 3]]
     with pytest.raises(ConfigError, match="the text has 3 tokens, fewer than a window of 4"):
         cut_windows(range(3), 4)
+
+
+def test_each_codec_gets_the_settings_that_it_has() -> None:
+    options = {"cache.codec": "nuq3", "cache.calibration": "file", "cache.strict": False, "cache.pin": "pins"}
+    config = EngineConfig.from_options(options | {"tiers.disk": "kv:64MiB", "retain.budget": 0.5})
+    found = configs_of(config, ["nuq3", "g4", "dense"], compares=True)
+    assert [*found] == ["dense", *(f"{codec}, retain.budget 0.5" for codec in ("nuq3", "g4", "dense"))]
+    assert [(each.cache.codec, each.cache.calibration, each.cache.strict) for each in found.values()] == [
+        ("dense", None, True), ("nuq3", "file", False), ("g4", None, False), ("dense", None, True)
+    ]  # fmt: skip
+    for each in found.values():
+        assert (each.cache.pin, each.cache.check, each.tiers.is_on) == (None, False, False), "nothing stays"
+    assert [each.retain.is_on for each in found.values()] == [False, True, True, True]
 
 
 def test_an_evaluation_opens_no_tier(tmp_path: Any) -> None:
