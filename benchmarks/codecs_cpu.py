@@ -39,7 +39,7 @@ from quire.attention.nuq import NuqHeads
 from quire.cache.codecs import CODECS
 from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.ledger import PAGE_TOKENS
-from quire.config import format_bytes, parse_bytes
+from quire.config import EngineConfig, format_bytes, parse_bytes
 from quire.engine.engine import Engine
 from quire.evaluation.engines import load_engines
 from quire.kernels import runtime
@@ -70,8 +70,8 @@ def main() -> None:
         print(json.dumps(measure_capacity(given.capacity_of, given.context, given.memory, given.threads)))
         return
     codecs, batches = given.codecs.split(","), [int(count) for count in given.batches.split(",")]
-    options = {"runtime.threads": given.threads, "cache.share": False}
-    engines, _ = load_engines(MODEL, codecs, 2 * given.context, options, sequences=max(batches))
+    config = EngineConfig.from_options({"runtime.threads": given.threads, "cache.share": False})
+    engines, _ = load_engines(MODEL, config, 2 * given.context, codecs, sequences=max(batches))
     chance = random.Random(0)
     found: dict[str, dict[str, list[float]]] = {}
     seconds = prefill(engines, given.context, given.rounds, chance)
@@ -229,7 +229,7 @@ def measure_capacity(codec: str, context: int, memory: str, threads: int) -> dic
     admitted.
     """
     options = {"runtime.threads": threads, "cache.share": False, "cache.memory": memory, "scheduler.max_running": 512}
-    engines, _ = load_engines(MODEL, [codec], 2 * context, options)
+    engines, _ = load_engines(MODEL, EngineConfig.from_options(options), 2 * context, [codec])
     engine = engines[codec]
     chance = random.Random(0)
     arena = parse_bytes(memory)

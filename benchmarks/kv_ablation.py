@@ -273,8 +273,9 @@ class Ablation:
                 self._ask(name, bits, engine)
 
     def _engines(self, codecs: Sequence[str], options: Mapping[str, Any]) -> list[Engine]:
-        runtime = {"runtime.threads": self._given.threads, "runtime.device": "cpu"}
-        return list(load_engines(self._given.model, codecs, CONTEXT, {**options, **runtime})[0].values())
+        fixed = {"runtime.threads": self._given.threads, "runtime.device": "cpu", "cache.codec": codecs[0]}
+        config = EngineConfig.from_options({**options, **fixed})
+        return list(load_engines(self._given.model, config, CONTEXT, codecs)[0].values())
 
     def _ask(self, name: str, bits: int, engine: Engine) -> None:
         found = [measure({name: engine}, [window])[0] for window in self._windows]

@@ -19,6 +19,7 @@ from pathlib import Path
 from common import ROOT, append_record, commit, format_table, hardware, hardware_line
 from contest import say
 
+from quire.config import EngineConfig
 from quire.evaluation.engines import load_engines
 from quire.evaluation.perplexity import cut_windows, measure
 from quire.models.weights import open_model
@@ -28,7 +29,7 @@ def quire_nll(model: Path, weights: str, text: str, given: argparse.Namespace) -
     """Mean -ln p over all windows, and their ids."""
     options = {"model.weights": weights, "model.dtype": given.dtype, "runtime.threads": given.threads}
     options["cache.memory"] = "1GiB"
-    engines, tokenizer = load_engines(str(model), ["dense"], given.context, options, None, compares=False)
+    engines, tokenizer = load_engines(str(model), EngineConfig.from_options(options), given.context)
     windows = cut_windows(tokenizer.encode(text), given.context)[: given.windows]
     (result,) = measure(engines, windows)
     return math.log(result.perplexity), windows

@@ -30,6 +30,7 @@ from quire.cache.arena import Arena
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.ledger import PAGE_TOKENS, PageLedger
 from quire.cache.table import ChunkTable
+from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.evaluation.engines import load_engines
 from quire.models.plan import Model
@@ -50,7 +51,7 @@ def main() -> None:
     given = parser.parse_args()
     kept = [int(count) for count in given.last_rows.split(",")]
     options = {"runtime.threads": given.threads, "cache.share": False}
-    engines, _ = load_engines(MODEL, given.codecs.split(","), given.context, options)
+    engines, _ = load_engines(MODEL, EngineConfig.from_options(options), given.context, given.codecs.split(","))
     rows = []
     for codec, engine in engines.items():
         prompt = Prompt(engine, given.context, given.slice)

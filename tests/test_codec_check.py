@@ -14,6 +14,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire import codec_check as module
 from quire.cli import main
+from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.evaluation.engines import load_engines
 from quire.models.decoder import Decoder
@@ -152,8 +153,7 @@ def test_another_tokenizer_reads_another_text_and_is_checked_again(
 
 def test_neither_dense_caches_nor_evaluations_are_checked(biased: Path, measured: list[str]) -> None:
     start(biased, cache_codec="dense")
-    options = {key: value for key, value in OPTIONS.items() if key != "cache.codec"}
-    load_engines(str(biased), ("dense", "g4"), 256, options)
+    load_engines(str(biased), EngineConfig.from_options(OPTIONS), 256, ("dense", "g4"))
     assert measured == []
 
 

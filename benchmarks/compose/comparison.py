@@ -184,9 +184,10 @@ def quality(model: str, windows: Sequence[Sequence[int]], recipe: Recipe) -> Map
     windows  token ids, all of the same number
     """
     context = len(windows[0])
-    codec, base = recipe.codec["cache.codec"], {**recipe.base, **recipe.codec}
-    engines = load_engines(model, [codec], context, base, compares=True)[0]
-    engines |= load_engines(model, [DENSE, codec], context, {**base, **recipe.retention})[0]
+    config = EngineConfig.from_options({**recipe.base, **recipe.codec})
+    engines = load_engines(model, config, context, compares=True)[0]
+    codecs = [DENSE, config.cache.codec]
+    engines |= load_engines(model, config.with_options(recipe.retention), context, codecs)[0]
     found = measure(engines, windows, REFERENCE, continuation=min(CONTINUATION, max(1, context // 8)))
     keys = [(False, False), (True, False), (False, True), (True, True)]
     assert len(found) == len(keys) and not math.isnan(found[0].nll)

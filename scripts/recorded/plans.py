@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import random
 import re
 from collections.abc import Iterator
@@ -206,6 +207,8 @@ def steps_of(name: str, options: dict[str, Any]) -> str:
             "model": FINGERPRINT,
             "options": {**{flag[2:]: value for flag, value in settings.items()}, **options},
             "transport": "",
+            "processor": _processor(),
+            "level": settings["--runtime.cpu_level"],
         }
     ]
     for place in range(900):
@@ -219,6 +222,13 @@ def steps_of(name: str, options: dict[str, Any]) -> str:
             [*work, slower * seconds * math.exp(draw.gauss(0, 0.03)), 2e7 if "tiers.disk" in options else None]
         )
     return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def _processor() -> str:
+    """The name of this machine's processor. Plans take models of the same processor only."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def made_trace() -> str:

@@ -140,8 +140,8 @@ class EngineThread:
         file = loaded.config.runtime.step_log
         if file is None:
             return None
-        model, window = fingerprint(loaded.path), loaded.shape.sliding_window
-        return StepLog(Path(file), loaded.engine, model, loaded.config, window, transport=self._transport)
+        model = fingerprint(loaded.path)
+        return StepLog(Path(file), loaded.engine, model, loaded.config, transport=self._transport)
 
 
 def is_loading() -> bool:

@@ -198,5 +198,6 @@ class TestToy:
         words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
         assert main(["inspect", folder, *words]) == 0
         assert "codec byte" in capsys.readouterr().out
-        (found,) = perplexity(folder, "some text " * 30, codecs=["byte"], context=128, options=options, kl=False)
+        config = EngineConfig.from_options(options)
+        (found,) = perplexity(folder, "some text " * 30, config=config, context=128, kl=False)
         assert found.codec == "byte" and found.bits_per_element == pytest.approx(8 + 16 / 12, abs=0.1)

@@ -434,7 +434,7 @@ def test_settings_are_refused_before_anything_is_calibrated(
 
 
 def test_evaluations_calibrate_once_for_all_codecs(folder: Path, gathered: list[list[int]]) -> None:
-    found = perplexity(str(folder), TEXT, codecs=["dense", "nuq4", "nuq2"], context=200, options={"runtime.threads": 1})
+    found = perplexity(str(folder), TEXT, config=CONFIG, codecs=["dense", "nuq4", "nuq2"], context=200)
     assert [each.codec for each in found] == ["dense", "nuq4", "nuq2"] and len(gathered) == 8
     dense, four, two = found
     assert four.ratio is not None and two.kl_mean is not None and four.kl_mean is not None
@@ -446,8 +446,8 @@ def test_a_head_size_of_128_stays_inside_its_bits(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "wide", head_dim=128)
     run(folder, CalibrationSettings().file(fingerprint(folder)))
     codecs = {"nuq4": 4.6, "nuq3": 3.6, "nuq2": 2.6}
-    options = {"runtime.threads": 1, "model.dtype": "bfloat16"}
-    for each in perplexity(str(folder), TEXT, codecs=list(codecs), context=512, options=options, kl=False):
+    config = CONFIG.with_options({"model.dtype": "bfloat16"})
+    for each in perplexity(str(folder), TEXT, config=config, codecs=list(codecs), context=512, kl=False):
         print(each.codec, each.bits_per_element)
         assert each.bits_per_element is not None and each.bits_per_element <= codecs[each.codec]
 
@@ -653,8 +653,8 @@ def test_the_embedded_model_is_quantized_well_by_little(tmp_path: Path, data_dir
     settings = CalibrationSettings(num_windows=2, window_tokens=256, bits=(3,), kinds=("own",))
     calibrate(path, settings, tmp_path / "made", text=(data_dir / "text" / "war_and_peace.txt").read_text()[:5000])
     text = (data_dir / "text" / "wiki.test.raw").read_text()[:2500]
-    options = {"cache.calibration": str(tmp_path / "made")}
-    dense, three = perplexity("smollm2", text, codecs=["dense", "nuq3"], context=400, max_windows=1, options=options)
+    config = EngineConfig.from_options({"cache.codec": "nuq3", "cache.calibration": str(tmp_path / "made")})
+    dense, three = perplexity("smollm2", text, config=config, context=400, max_windows=1)
     assert dense.ratio == 1 and three.ratio is not None and three.ratio < 1.06
     assert three.bits_per_element is not None and three.bits_per_element < 3.7
 

@@ -25,6 +25,7 @@ from ..real_model import embedded_gguf
 from ..tiny_models import save_tiny
 
 TEXT = "It was the best of mills, it was the worst of mills. " * 12
+CONFIG = EngineConfig.from_options({"model.dtype": "float32", "runtime.threads": 1})
 SMALL = ("--model.dtype", "float32", "--runtime.threads", "1")
 
 
@@ -59,8 +60,7 @@ def point(codec: str, num_bytes: float, ratio: float | None = None, error: float
 def test_the_library_and_the_command_say_the_same(folder: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "ppl", folder, "--text", text, "--context", "64", "--json", *SMALL]) == 0
     (line,) = lines(capsys)
-    options = {"model.dtype": "float32", "runtime.threads": 1}
-    (found,) = perplexity(folder, TEXT, context=64, options=options)
+    (found,) = perplexity(folder, TEXT, config=CONFIG, context=64)
     assert line["perplexity"] == pytest.approx(found.perplexity)
     assert (line["eval"], line["model"], line["text"]) == ("ppl", folder, text)
     assert (line["codec"], line["num_windows"], line["num_tokens"]) == ("dense", len(TEXT) // 64, len(TEXT) // 64 * 63)
@@ -79,10 +79,9 @@ def test_windows_are_kept_for_plans_and_fewer_do_not_replace_more(
     dense, found = lines(capsys)
     assert len(found["window_nll"]) == 2 and sum(found["window_nll"]) / 2 == pytest.approx(found["nll"])
     space = Space.of(Machine())
-    options = {"model.dtype": "float32", "runtime.threads": 1}
     (settings,) = (each for each in space.settings() if space.name(each) == name)
     assert main([*words, "--windows", "1"]) == 0
-    loss = Quality(folder, EngineConfig.from_options(options), space).losses.of(settings)
+    loss = Quality(folder, CONFIG, space).losses.of(settings)
     assert loss is not None and loss.origin is Origin.MEASURED and loss.how.startswith("2 windows of 300 tokens")
     assert loss.log_ratio == pytest.approx(found["nll"] - dense["nll"])
     assert len(list(kept.rglob("*.json"))) == 2
@@ -99,13 +98,7 @@ def test_less_of_a_text(
     assert main(given) == 0
     (line,) = lines(capsys)
     assert line["num_windows"] == num_windows and line["kl_mean"] is None and line["ratio"] is None
-    (found,) = perplexity(
-        folder,
-        TEXT[: num_windows * 64],
-        context=64,
-        kl=False,
-        options={"model.dtype": "float32", "runtime.threads": 1},
-    )
+    (found,) = perplexity(folder, TEXT[: num_windows * 64], config=CONFIG, context=64, kl=False)
     assert line["nll"] == pytest.approx(found.nll)
 
 
@@ -202,18 +195,14 @@ def test_retrieval_is_a_table_of_depths(monkeypatch: pytest.MonkeyPatch, capsys:
     ]
 
 
-def test_retrieval_runs_on_a_model(folder: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--lengths", "512", "--depths", "0.5", "--trials", "1", "--text", text, "--json"]
+@pytest.mark.parametrize(("flags", "name"), [([], "dense"), (["--retain.budget", "0.5"], "dense, retain.budget 0.5")])
+def test_retrieval_runs_on_a_model_and_names_the_retention(
+    flags: list[str], name: str, folder: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--lengths", "512", "--depths", "0.5", "--trials", "1", "--text", text, "--json", *flags]
     assert main(["eval", "retrieval", folder, *words, *SMALL]) == 0
     (line,) = lines(capsys)
-    assert (line["eval"], line["codec"], line["num_trials"]) == ("retrieval", "dense", 1)
-
-
-def test_retrieval_names_the_retention(folder: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--lengths", "512", "--depths", "0.5", "--trials", "1", "--text", text, "--json", "--retain.budget", "0.5"]
-    assert main(["eval", "retrieval", folder, *words, *SMALL]) == 0
-    (line,) = lines(capsys)
-    assert line["codec"] == "dense, retain.budget 0.5"
+    assert (line["eval"], line["codec"], line["num_trials"]) == ("retrieval", name, 1)
 
 
 @pytest.mark.parametrize(
@@ -337,5 +326,7 @@ def test_perplexity_of_the_embedded_model_is_what_transformers_has(data_dir: Pat
     """Of the same file in float32, as transformers 5.23 computes it from the same ids."""
     embedded_gguf()
     wiki = (data_dir / "text" / "wiki.test.raw").read_text(encoding="utf-8")
-    (found,) = perplexity("smollm2", wiki, context=1024, max_windows=2, options={"model.dtype": "float32"})
+    (found,) = perplexity(
+        "smollm2", wiki, context=1024, max_windows=2, config=EngineConfig.from_options({"model.dtype": "float32"})
+    )
     assert found.perplexity == pytest.approx(20.28554, abs=1e-3)

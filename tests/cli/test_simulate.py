@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.cli import latencies, main, simulation_common
+from quire.cli import main, simulation_common
 from quire.config import ClusterConfig, EngineConfig
 from quire.planning.fitted import fit
+from quire.planning.kept_latencies import kept_folder
 from quire.planning.latency import LatencyModel
 from quire.planning.placement_file import Instances, Placement, Predicted
 from quire.planning.workload import Arrival, Span, Workload
@@ -210,14 +211,14 @@ def test_a_kept_model_with_these_settings_is_found(
     from quire.evaluation.latency_bench import settings_of
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    latencies.kept_folder().mkdir(parents=True)
+    kept_folder().mkdir(parents=True)
     plan = local().replicas[0].plan
     kept = latency(**settings_of(plan.model_id, plan.config))
-    kept.write(latencies.kept_folder() / "kept.json")
+    kept.write(kept_folder() / "kept.json")
     place = words.index("--latency")
     without = words[:place] + words[place + 2 :]
     assert printed(capsys, *without)["instances"][0]["latency"] == "fitted"
-    dataclasses.replace(kept, about={**kept.about, "codec": "nuq3"}).write(latencies.kept_folder() / "kept.json")
+    dataclasses.replace(kept, about={**kept.about, "codec": "nuq3"}).write(kept_folder() / "kept.json")
     assert main(without) == 2
     told = capsys.readouterr().err
     assert "no latency model is kept" in told and "quire bench latency" in told

@@ -14,7 +14,6 @@ import pytest
 
 from quire import LLM
 from quire.cache.keys import ChunkKeys
-from quire.cli.latencies import kept_folder
 from quire.cluster import replanning
 from quire.cluster.cluster import Cluster
 from quire.cluster.replanning import AnsweredRequest, PlacementProposal, Replanning, SearchCommand, workload_of
@@ -23,7 +22,7 @@ from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, QuireError
 from quire.evaluation.latency_bench import settings_of
 from quire.planning.drift import Patience
-from quire.planning.kept_latencies import keep
+from quire.planning.kept_latencies import keep, kept_folder
 from quire.planning.latency import LatencyModel
 from quire.planning.placement_file import Instances, Placement, Predicted
 from quire.planning.workload import Workload

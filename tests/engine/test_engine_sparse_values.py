@@ -14,7 +14,7 @@ from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
-from quire.evaluation.engines import _configs, _name, decodes_apart
+from quire.evaluation.engines import configs_of
 from quire.evaluation.perplexity import measure
 from quire.llm import merge_delta
 from quire.load import load_engine
@@ -156,11 +156,10 @@ def test_a_backend_that_reads_all_values_is_refused(monkeypatch: pytest.MonkeyPa
 
 def test_an_evaluation_decodes_what_it_scores() -> None:
     """A window read as a prompt would read all values."""
-    assert decodes_apart((), SHARE, None) and not decodes_apart((), {}, None)
-    (name,) = _configs((), dict(SHARE), None)
-    assert name == "dense, cache.sparse_values 0.3"
-    both = _configs((), SHARE | {"retain.budget": 0.5}, None)
-    assert _name("nuq3", next(iter(both.values()))) == "nuq3, retain.budget 0.5, cache.sparse_values 0.3"
+    assert [*configs_of(EngineConfig.from_options(SHARE))] == ["dense, cache.sparse_values 0.3"]
+    both = configs_of(EngineConfig.from_options(SHARE | {"retain.budget": 0.5}), ["nuq3"], compares=True)
+    assert [*both] == ["dense", "nuq3, retain.budget 0.5, cache.sparse_values 0.3"]
+    assert both["dense"] == EngineConfig.from_options({"cache.check": False}), "the reference loses nothing"
     window = [(_COMMON + PROMPTS[2])[:200]]
     engines = {"plain": make_engine(SHAPE), "sparse": make_engine(SHAPE, **SHARE)}
     plain, sparse = measure(engines, window, "plain", continuation=40)

@@ -35,12 +35,12 @@ def quality(model: str, tmp_path: Path) -> Callable[..., Quality]:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The options of every engine that is loaded."""
+    """The configuration of every engine that is loaded."""
     found, real = [], measuring.load_engines
 
-    def load(name: str, codecs: Any, context: int, options: Any) -> Any:
-        found.append(options)
-        return real(name, codecs, context, options)
+    def load(name: str, config: Any, context: int) -> Any:
+        found.append(config)
+        return real(name, config, context)
 
     monkeypatch.setattr(measuring, "load_engines", load)
     yield found

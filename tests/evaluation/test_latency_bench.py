@@ -11,15 +11,11 @@ import pytest
 
 from quire.cli import main
 from quire.config import EngineConfig
-from quire.evaluation.latency_bench import (
-    Measurement,
-    Visit,
-    measure,
-    measure_steps,
-    retention_text,
-    settings_of,
-)
+from quire.evaluation.latency_bench import retention_text, settings_of
 from quire.evaluation.latency_points import Point
+from quire.evaluation.latency_steps import Measurement, Visit, measure
+from quire.models.fingerprint import fingerprint
+from quire.planning.kept_latencies import kept_folder, kept_models
 from quire.planning.latency import KINDS, LatencyModel, StepWork, mismatch
 from quire.planning.latency_fit import fit
 from tests.engines import make_engine
@@ -78,7 +74,7 @@ def test_a_model_of_some_steps_predicts_others(measured: Measurement) -> None:
 
 def test_steps_with_retention_are_measured() -> None:
     engine = make_engine(**{"retain.budget": 0.5, "retain.profile_rows": 16})
-    records = measure_steps(engine, 0.7, seed=1)
+    records = measure(engine, 0.7, seed=1).records
     assert {work.kind for work, _ in records} == {*KINDS}
     engine.check()
     assert engine.holds_nothing
@@ -87,7 +83,7 @@ def test_steps_with_retention_are_measured() -> None:
 def test_the_command_writes_a_model_that_is_read_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.cli.latencies.kept_folder", lambda: tmp_path / "kept")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
     folder = save_tiny(tmp_path / "tiny")
     flags = ["--model.dtype", "float32", "--runtime.device", "cpu", "--runtime.threads", "1"]
     flags += ["--scheduler.max_running", "8", "--scheduler.token_budget", "128", "--cache.memory", "8MiB"]
@@ -115,9 +111,33 @@ def test_the_command_writes_a_model_that_is_read_again(
     assert [row["kind"] for row in rows] == [*KINDS]
     assert all(row["p10"] <= row["p50"] <= row["p99"] and row["median_seconds"] > 0 for row in rows)
     assert files["plot.svg"].read_text().lstrip().startswith("<?xml")
-    (kept,) = (tmp_path / "kept").iterdir()
+    (kept,) = kept_folder().iterdir()
     assert LatencyModel.read(kept) == model, "simulations find it without --latency"
     assert not [*(tmp_path / "cache").rglob("*.run")], "nothing of the measurement stays"
+
+
+@pytest.mark.parametrize("hardware", [{"processor": "Z80", "level": "v9"}, {"processor": "H200", "level": None}, {}])
+def test_a_model_of_a_log_is_one_of_the_log_s_hardware(
+    hardware: dict[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that fits it may run on other hardware. Old logs do not say theirs, and simulations here do not take
+    such a model by themselves.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+    folder, file = save_tiny(tmp_path / "tiny"), tmp_path / "steps.log"
+    config = EngineConfig.from_options({"runtime.device": "cpu", "runtime.threads": 1, "model.dtype": "float32"})
+    head = {"model": fingerprint(folder), "options": config.to_options(), **hardware}
+    steps = [[0, 0.0, rows, 99.0 * rows, 99.0 * rows, 0, 0.01, None] for rows in (1, 2, 4) * 9]
+    steps += [[rows, rows * rows / 2, 0, 0.0, 0.0, 1, 0.01 * rows, None] for rows in (64, 128, 256) * 9]
+    file.write_text("".join(json.dumps(line) + "\n" for line in (head, *steps)))
+    words = ["--steps", str(file), "--plot", str(tmp_path / "plot.svg")]
+    assert main(["bench", "latency", str(folder), *words]) == 0
+    ((_, model),) = kept_models(kept_folder())
+    assert {name: model.about[name] for name in ("processor", "level") if name in model.about} == hardware
+    wanted = settings_of(fingerprint(folder), config)
+    told = str(mismatch(model.about, wanted))
+    assert f"the processor {hardware.get('processor', 'an unknown value')}, not {wanted['processor']}" in told
+    assert mismatch(model.about, {**wanted, **model.about}) is None or not hardware
 
 
 @pytest.mark.parametrize(
@@ -141,12 +161,16 @@ def test_a_model_says_what_other_settings_it_was_made_with() -> None:
         fixed = {"runtime.device": "cpu", "model.dtype": "float32", "runtime.threads": 2}
         return EngineConfig.from_options(fixed | options)
 
+    for options in ({"scheduler.max_running": 3}, {"cache.codec": "g4", "cache.outlier_slots": 2}):
+        plain = config(**{"cache.codec": options.get("cache.codec", "dense")})
+        assert mismatch(settings_of("ab", plain), settings_of("ab", config(**options))) is None
+    slots = [settings_of("ab", config(**{"cache.codec": "nuq3", "cache.outlier_slots": count})) for count in (1, 2)]
+    assert "cache.outlier_slots 1, not 2" in str(mismatch(*slots))
     made = settings_of("ab", config())
-    assert mismatch(made, settings_of("ab", config(**{"scheduler.max_running": 3}))) is None
     for options, message in [
         ({"cache.codec": "g4"}, "cache.codec dense, not g4"),
-        ({"cache.codec": "nuq3"}, "cache.codec dense, not nuq3"),
         ({"runtime.threads": 1}, "runtime.threads 2, not 1"),
+        ({"runtime.cpu_level": "v2"}, f"runtime.cpu_level {made['level']}, not v2"),
         ({"retain.budget": 0.5}, "retain off, not budget 0.5, profile_rows 256"),
     ]:
         assert message in str(mismatch(made, settings_of("ab", config(**options))))

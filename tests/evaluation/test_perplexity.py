@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
 from quire.engine.runner import LOGIT_ROWS
 from quire.errors import ConfigError, ModelError, RequestError
 from quire.evaluation import Perplexity
-from quire.evaluation.engines import load_engines
+from quire.evaluation.engines import configs_of, load_engines
 from quire.evaluation.perplexity import cut_windows, measure, teacher_forced_logprobs, window_hidden_states
 
 from ..engines import GREEDY, chunk_bytes, drain, generate, make_engine, oracle_logits
@@ -273,25 +274,38 @@ def test_windows_are_whole_and_follow_each_other() -> None:
         cut_windows(range(3), 4)
 
 
+def test_each_codec_gets_the_settings_that_it_has() -> None:
+    options = {"cache.codec": "nuq3", "cache.calibration": "file", "cache.strict": False, "cache.pin": "pins"}
+    config = EngineConfig.from_options(options | {"tiers.disk": "kv:64MiB", "retain.budget": 0.5})
+    found = configs_of(config, ["nuq3", "g4", "dense"], compares=True)
+    assert [*found] == ["dense", *(f"{codec}, retain.budget 0.5" for codec in ("nuq3", "g4", "dense"))]
+    assert [(each.cache.codec, each.cache.calibration, each.cache.strict) for each in found.values()] == [
+        ("dense", None, True), ("nuq3", "file", False), ("g4", None, False), ("dense", None, True)
+    ]  # fmt: skip
+    for each in found.values():
+        assert (each.cache.pin, each.cache.check, each.tiers.is_on) == (None, False, False), "nothing stays"
+    assert [each.retain.is_on for each in found.values()] == [False, True, True, True]
+
+
 def test_an_evaluation_opens_no_tier(tmp_path: Any) -> None:
     folder = str(save_tiny(tmp_path / "tiny"))
     options = {"model.dtype": "float32", "runtime.threads": 1, "tiers.disk": f"{tmp_path / 'kv'}:64MiB"}
-    engines, _ = load_engines(folder, (), 64, {**options, "tiers.disk_bandwidth": "50MB"})
+    engines, _ = load_engines(folder, EngineConfig.from_options(options | {"tiers.disk_bandwidth": "50MB"}), 64)
     assert all(engine.tiering.tiers is None for engine in engines.values()) and not (tmp_path / "kv").exists()
 
 
 def test_engines_share_weights_and_have_arenas_of_their_own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engines_module = importlib.import_module("quire.evaluation.engines")
-    made = engines_module._configs
+    made = engines_module.configs_of
 
-    def twice(*given: Any) -> Any:
+    def twice(*given: Any, compares: bool) -> Any:
         (config,) = made(*given).values()
         return {"dense": config, "other": config}
 
-    monkeypatch.setattr(engines_module, "_configs", twice)
+    monkeypatch.setattr(engines_module, "configs_of", twice)
     folder = str(save_tiny(tmp_path))
-    options = {"model.dtype": "float32", "runtime.threads": 1}
-    engines, tokenizer = load_engines(folder, (), 512, options)
+    config = EngineConfig.from_options({"model.dtype": "float32", "runtime.threads": 1})
+    engines, tokenizer = load_engines(folder, config, 512)
     first, second = engines["dense"], engines["other"]
     assert first.runner.model is second.runner.model and first.tokenizer is second.tokenizer is tokenizer
     arenas = [engine.scheduler.manager.table.arena for engine in (first, second)]
@@ -313,9 +327,9 @@ def test_engines_share_weights_and_have_arenas_of_their_own(tmp_path: Any, monke
         ({"model.max_context": 300}, "512 tokens exceed the model's context of 300"),
     ):
         with pytest.raises(ConfigError, match=said):
-            load_engines(folder, (), 512, options | wrong)
+            load_engines(folder, config.with_options(wrong), 512)
     # Twice 20 chunks are wanted.
     free = 2 * first.runner.model.shape.weight_bytes("float32") + 20 * chunk_bytes(first.runner.model.shape)
     monkeypatch.setattr("quire.engine.build.available_memory", lambda device: free)
     with pytest.raises(ConfigError, match="caches for 512 tokens with 2 codecs need .* are free; give fewer codecs"):
-        load_engines(folder, (), 512, options)
+        load_engines(folder, config, 512)

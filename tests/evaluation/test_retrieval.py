@@ -107,7 +107,7 @@ def test_the_table_counts_what_was_found(monkeypatch: pytest.MonkeyPatch) -> Non
     engines = {"dense": object(), "blind": object()}
     asked: dict[Any, list[str]] = {}
 
-    def load(model: str, codecs: Any, context: int, *_: Any, sequences: int) -> Any:
+    def load(model: str, config: Any, context: int, codecs: Any, *, sequences: int) -> Any:
         assert (model, tuple(codecs), context) == ("fake", ("dense", "blind"), 600)
         return engines, PLAIN
 

@@ -45,7 +45,7 @@ def test_a_codec_that_was_not_measured_is_as_fast_as_one_like_it(words: list[str
     speeds.models.append(latency(0.007, **speeds.wanted(chosen("nuq4", space=space))))
     assert speeds.of(chosen("nuq4", space=space)).origin is Origin.FITTED
     assert speeds.exact(chosen("nuq4", "2 slots", space=space)) is None
-    quick = replace(latency(0.02, **speeds.wanted(chosen("nuq4", space=space))), counts={"decode": 120})
+    quick = replace(latency(0.02, **speeds.wanted(chosen("nuq4", space=space))), counts={"mixed": 120})
     speeds.models.insert(0, quick)
     assert speeds.exact(chosen("nuq4", space=space)) is speeds.models[-1], "it has more steps"
     found = speeds.of(chosen("nuq3", "0 slots", space=space))
@@ -55,7 +55,7 @@ def test_a_codec_that_was_not_measured_is_as_fast_as_one_like_it(words: list[str
     assert speeds.needed(wanted) == wanted[1:]
     # A sum of parts is as little known as the part that was measured least.
     speeds.models = [
-        replace(each, counts={"decode": 9}) if each is speeds.models[-1] else each for each in speeds.models
+        replace(each, counts={"mixed": 9}) if each is speeds.models[-1] else each for each in speeds.models
     ]
     speeds.models.remove(quick)
     speeds._composed.clear()

@@ -17,13 +17,10 @@ from quire.planning.latency_fit import fit
 
 
 def test_models_of_other_outlier_slots_are_others(tmp_path: Path) -> None:
-    def made(slots: int, codec: str = "nuq3") -> LatencyModel:
-        options = {"runtime.device": "cpu", "cache.codec": codec, "cache.outlier_slots": slots}
+    def made(slots: int) -> LatencyModel:
+        options = {"runtime.device": "cpu", "cache.codec": "nuq3", "cache.outlier_slots": slots}
         return fit([(StepWork(1), 0.01)], settings_of("ab", EngineConfig.from_options(options)))
 
-    told = mismatch(made(1).about, made(2).about)
-    assert told is not None and "cache.outlier_slots 1, not 2" in told
-    assert mismatch(made(1, "g4").about, made(2, "g4").about) is None, "g4 has no slots"
     assert len({keep(made(slots), tmp_path) for slots in (0, 1, 2)}) == 3 == len(kept_models(tmp_path))
     without = {name: value for name, value in made(1).about.items() if name != "outlier_slots"}
     assert mismatch(without, made(1).about) is not None, "a model that does not say its slots is not taken for one"

@@ -12,7 +12,9 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
+from quire.engine.machine import hardware_of, processor_name
 from quire.errors import ConfigError
+from quire.kernels import runtime
 from quire.planning.latency import StepWork
 from quire.planning.step_log import StepLog, read_steps
 from tests.engines import GREEDY, make_engine
@@ -33,9 +35,9 @@ class Clock:
 
 
 def logged(
-    file: Path, engine: Engine, model: str = "abc", config: EngineConfig = CONFIG, window: int | None = None
+    file: Path, engine: Engine, model: str = "abc", config: EngineConfig = CONFIG
 ) -> contextlib.closing[StepLog]:
-    return contextlib.closing(StepLog(file, engine, model, config, window, Clock()))
+    return contextlib.closing(StepLog(file, engine, model, config, clock=Clock()))
 
 
 def answer(file: Path, *prompts: list[int], **options: Any) -> None:
@@ -81,7 +83,7 @@ def test_time_without_work_is_no_part_of_a_step(tmp_path: Path) -> None:
 def test_a_window_limits_the_context_that_is_counted(tmp_path: Path) -> None:
     shape = tiny_shape(max_context=512, sliding_window=64)
     engine = make_engine(shape)
-    with logged(tmp_path / "steps.log", engine, window=shape.sliding_window) as log:
+    with logged(tmp_path / "steps.log", engine) as log:
         drive(engine, log, [5] * 100)
     assert [each.context for each, _ in read_steps([tmp_path / "steps.log"]).records[1:]] == [64.0] * 3
 
@@ -121,6 +123,23 @@ def test_a_speed_is_that_of_the_transport(tmp_path: Path) -> None:
         log.close()
     assert read_steps([tmp_path / "a"]).transport == "shm"
     assert read_steps([tmp_path / "a", tmp_path / "b"]).transport == "", "nobody knows which speed is whose"
+
+
+def test_a_log_names_the_hardware_of_its_engine(tmp_path: Path) -> None:
+    """A model is fitted to it where the engine may never have run."""
+    answer(tmp_path / "a", [5] * 10)
+    own = hardware_of(CONFIG.runtime)
+    assert read_steps([tmp_path / "a"]).hardware == own == {"processor": processor_name(), "level": runtime.level()}
+    head, *steps = (tmp_path / "a").read_text().splitlines()
+    for name, changes in (("b", {"level": "v9"}), ("c", {"processor": "Z80", "level": None})):
+        lines = [json.dumps({**json.loads(head), **changes}), *steps]
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    assert read_steps([tmp_path / "c"]).hardware == {"processor": "Z80", "level": None}
+    assert read_steps([tmp_path / "a", tmp_path / "b"]).hardware == {"processor": own["processor"]}
+    assert read_steps([tmp_path / "a", tmp_path / "c"]).hardware == {}
+    old = {name: value for name, value in json.loads(head).items() if name not in own}
+    (tmp_path / "old").write_text("\n".join([json.dumps(old), *steps]) + "\n")
+    assert read_steps([tmp_path / "old"]).hardware == read_steps([tmp_path / "a", tmp_path / "old"]).hardware == {}
 
 
 def test_logs_of_different_engines_are_not_mixed(tmp_path: Path) -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
-from quire.cli import latencies, shared
+from quire.cli import shared
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from quire.llm import LLM
+    from quire.evaluation.latency_bench import FittedSteps
     from quire.planning.latency import LatencyModel
     from quire.planning.latency_fit import Record
 
@@ -50,93 +50,33 @@ def check(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     """Prints the steps by kind, and the model. Returns a row per kind."""
+    from quire.evaluation.latency_bench import fit_engine, fit_logs
+
     if args.steps:
-        return _fit_log(args, console)
+        return _report(args, fit_logs(args.model, args.steps), console)
     with shared.measured_model(args, console) as llm:
-        return [row | shared.model_facts(llm) for row in _measure(args, llm, console)]
+        with shared.progress("seconds") as progress:
+            found = fit_engine(llm, args.model, args.seconds, args.points, progress)
+        return [row | shared.model_facts(llm) for row in _report(args, found, console)]
 
 
-def _measure(args: argparse.Namespace, llm: LLM, console: Console) -> list[dict[str, Any]]:
-    from quire.evaluation.latency_bench import about_of, links_of, measure
-    from quire.models.fingerprint import fingerprint
-    from quire.models.resolve import resolve_model
-    from quire.planning.latency_fit import fit
-
-    with shared.progress("seconds") as progress:
-        found = measure(
-            llm.engine,
-            args.seconds,
-            progress=lambda done, total: progress(int(min(done, total)), int(total)),
-            kinds=args.points,
+def _report(args: argparse.Namespace, found: FittedSteps, console: Console) -> list[dict[str, Any]]:
+    """Prints, draws, writes and keeps a model. Returns a row per kind of steps."""
+    rows = found.rows()
+    _print(found.model, rows, console)
+    if (measured := found.measured) is not None:
+        console.print(
+            f"{len(measured.visits)} of {len(measured.points)} points in {measured.num_visits} visits; other programs"
+            f" were busy in {measured.num_disturbed} of them"
         )
-    about = about_of(llm.model_name, fingerprint(resolve_model(args.model)), llm.config, llm.engine)
-    model = fit(found.records, about, links_of(llm.engine, llm.config))
-    rows = _rows(model, found.records)
-    _print(model, rows, console)
-    console.print(
-        f"{len(found.visits)} of {len(found.points)} points in {found.num_visits} visits; other programs were busy"
-        f" in {found.num_disturbed} of them"
-    )
-    if len(found.visits) < len(found.points):
-        console.print("the largest points are missing, and the model does not cover them: raise --seconds")
-    _keep(args, model, found.records, console)
-    return rows
-
-
-def _fit_log(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    """Fits a model to the steps of logs."""
-    from quire.cache.costs import LATENCY
-    from quire.evaluation.latency_bench import settings_of
-    from quire.models.fingerprint import fingerprint
-    from quire.models.resolve import resolve_model
-    from quire.planning.latency import Link
-    from quire.planning.latency_fit import fit
-    from quire.planning.step_log import read_steps
-
-    logged = read_steps(args.steps)
-    model_id = fingerprint(resolve_model(args.model))
-    if logged.model != model_id:
-        raise ConfigError(f"the logs are of engines of another model than {args.model}")
-    about = {"model": args.model, **settings_of(model_id, logged.config)}
-    links = {}
-    if logged.speeds:
-        name = "disk" if logged.config.tiers.disk is not None else logged.transport
-        links = {name: Link(LATENCY, statistics.median(logged.speeds))} if name else {}
-    model = fit(logged.records, about, links)
-    rows = _rows(model, logged.records)
-    _print(model, rows, console)
-    _keep(args, model, logged.records, console)
-    return rows
-
-
-def _keep(args: argparse.Namespace, model: LatencyModel, records: list[Record], console: Console) -> None:
-    from quire.planning.kept_latencies import keep, unmeasured
-
+        if len(measured.visits) < len(measured.points):
+            console.print("the largest points are missing, and the model does not cover them: raise --seconds")
     if args.output is not None:
-        model.write(args.output)
+        found.model.write(args.output)
     if args.plot is not None:
-        draw(args.plot, model, records)
-    if args.points == list(POINTS):
-        if lacking := unmeasured(model):
-            console.print(f"not kept for later simulations: no {lacking} were measured; raise --seconds")
-            return
-        try:
-            if keep(model, latencies.kept_folder()) is None:
-                console.print("the kept model of these settings says more and stays; raise --seconds")
-        except ConfigError as error:
-            console.print(f"not kept for later simulations: {error}")
-
-
-def _rows(model: LatencyModel, records: list[Record]) -> list[dict[str, Any]]:
-    from quire.planning.latency import KINDS, QUANTILES
-
-    rows = []
-    for kind in KINDS:
-        times = [seconds for work, seconds in records if work.kind == kind]
-        if model.counts.get(kind):
-            residuals = {name: model.residuals[f"{kind}.{name}"] for name in (*QUANTILES, "within", "total")}
-            median = statistics.median(times)
-            rows.append({"kind": kind, "steps": len(times), "median_seconds": median, **residuals})
+        draw(args.plot, found.model, found.records)
+    if args.points == list(POINTS) and (reason := found.keep()):
+        console.print(reason)
     return rows
 
 
@@ -177,12 +117,13 @@ def _print(model: LatencyModel, rows: list[dict[str, Any]], console: Console) ->
             )
 
 
-def draw(file: Path, model: LatencyModel, records: list[Record]) -> None:
+def draw(file: Path, model: LatencyModel, records: Sequence[Record]) -> None:
     """Draws measured over predicted seconds, and their ratio over the rows of a step."""
     from quire.evaluation.plot import drawing, finish
     from quire.planning.latency import KINDS
 
-    with drawing(file, 9.6, 4.0, f"{model.about['model']}, {model.about['processor']}") as figure:
+    about = [str(model.about[name]) for name in ("model", "processor") if name in model.about]
+    with drawing(file, 9.6, 4.0, ", ".join(about)) as figure:
         seconds, ratios = figure.subplots(1, 2)
         for kind in KINDS:
             of_kind = [(work, taken, model.seconds(work)) for work, taken in records if work.kind == kind]

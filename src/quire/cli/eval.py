@@ -16,11 +16,12 @@ docs/guide/quality.md has the definitions.
 from __future__ import annotations
 
 import argparse
+import json
 
 from quire.arguments import Arguments
 from quire.cache.codecs import CODECS, DENSE
 from quire.cli import eval_perplexity, eval_retrieval, shared
-from quire.config import options_from
+from quire.config import EngineConfig
 from quire.errors import ConfigError
 
 ACTIONS = {"ppl": eval_perplexity, "retrieval": eval_retrieval}
@@ -48,7 +49,12 @@ def run(args: argparse.Namespace) -> int:
         vars(args)["cache.codec"] = min(args.codecs, key=lambda name: (name not in calibrated, name == DENSE))
     if shared.printed_config(args):
         return 0
-    options = options_from(args)
-    common = {"codecs": args.codecs or (), "options": options, "config_file": args.config}
-    ACTIONS[args.action].run(args, common)
+    action = ACTIONS[args.action]
+    results = action.run(args, EngineConfig.from_flags(args))
+    if args.json:
+        about = {"eval": args.action, "model": args.model, "text": None if args.text is None else str(args.text)}
+        for each in results:
+            print(json.dumps(about | each.facts()))
+    else:
+        action.print_results(results)
     return 0

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.arguments import Arguments
 from quire.cli import shared
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
+    from quire.config import EngineConfig
     from quire.evaluation import Perplexity
 
 
@@ -32,8 +31,8 @@ def add_arguments(parser: Arguments) -> None:
     shared.add_plot(group, "quality over cache bytes")
 
 
-def run(args: argparse.Namespace, common: dict[str, Any]) -> None:
-    """Prints the results. common: arguments of every evaluation."""
+def run(args: argparse.Namespace, config: EngineConfig) -> Sequence[Perplexity]:
+    """The results, which are drawn, and kept for later plans."""
     if args.text is None:
         raise ConfigError("quire eval ppl needs --text FILE")
     from quire.evaluation.curves import Text, keep_results
@@ -48,29 +47,26 @@ def run(args: argparse.Namespace, common: dict[str, Any]) -> None:
         results = perplexity(
             args.model,
             text.content,
+            config=config,
+            codecs=args.codecs or (),
             context=args.context,
             continuation=args.continuation,
             max_tokens=args.tokens,
             max_windows=args.windows,
             kl=args.kl,
             progress=progress,
-            **common,
         )
-    keep_results(args.model, text, results, configs_of(**common, compares=args.kl))
+    keep_results(args.model, text, results, configs_of(config, args.codecs or (), compares=args.kl))
     if args.plot is not None:
         from quire.evaluation.plot import save_plot
 
         save_plot(args.plot, results, f"{args.model}, {args.text.name}, context {args.context}")
-    if args.json:
-        about = {"eval": "ppl", "model": args.model, "text": str(args.text)}
-        for each in results:
-            derived = {"perplexity": each.perplexity, "perplexity_error": each.perplexity_error}
-            print(json.dumps(about | asdict(each) | derived))
-    else:
-        _print_perplexity(results)
+    return results
 
 
-def _print_perplexity(results: Sequence[Perplexity]) -> None:
+def print_results(results: Sequence[Perplexity]) -> None:
+    """Prints a line per codec."""
+
     def error(value: float | None, digits: int) -> str:
         return "" if value is None else f" ± {value:.{digits}f}"
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.arguments import Arguments, count
 from quire.cli import shared
 from quire.safe_io import read_given_text
 
 if TYPE_CHECKING:
+    from quire.config import EngineConfig
     from quire.evaluation import Retrieval
 
 LENGTHS = [1024, 2048, 4096]
@@ -29,30 +28,26 @@ def add_arguments(parser: Arguments) -> None:
     group.add_count("--trials", text="trials per length and depth", default=2)
 
 
-def run(args: argparse.Namespace, common: dict[str, Any]) -> None:
-    """Prints the results. common: arguments of every evaluation."""
+def run(args: argparse.Namespace, config: EngineConfig) -> Sequence[Retrieval]:
+    """The results."""
     text = None if args.text is None else read_given_text(args.text)  # before torch is imported
     from quire.evaluation import retrieval
 
     with shared.progress("answers") as progress:
-        results = retrieval(
+        return retrieval(
             args.model,
             text,
+            config=config,
+            codecs=args.codecs or (),
             lengths=args.lengths,
             depths=args.depths,
             num_trials=args.trials,
             progress=progress,
-            **common,
         )
-    if args.json:
-        text_name = None if args.text is None else str(args.text)
-        for each in results:
-            print(json.dumps({"eval": "retrieval", "model": args.model, "text": text_name} | asdict(each)))
-    else:
-        _print_retrieval(results)
 
 
-def _print_retrieval(results: Sequence[Retrieval]) -> None:
+def print_results(results: Sequence[Retrieval]) -> None:
+    """Prints a line per codec and length."""
     depths = list(dict.fromkeys(each.depth for each in results))
     rows: dict[tuple[str, int], dict[float, Retrieval]] = {}
     for each in results:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
 from quire.cli import shared, simulation_common
-from quire.cli.latencies import kept_folder
 from quire.config import (
     ClusterConfig,
     EngineConfig,
@@ -102,6 +101,7 @@ def planner_of(args: argparse.Namespace) -> Planner:
     from quire.evaluation.auto_local import LocalPlanner, free_bytes, machine_of
     from quire.evaluation.curves import WINDOWS, Text
     from quire.planning.auto import RUNGS
+    from quire.planning.kept_latencies import kept_folder
     from quire.planning.space import Space
     from quire.simulation.load import Load
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
 from quire.cli import shared, simulation_common
-from quire.cli.latencies import LatencyFiles
 from quire.config import ENGINE_SECTIONS, EngineConfig, add_flags, flags_of, options_from
 from quire.errors import ConfigError
 from quire.options import format_number
@@ -108,6 +107,7 @@ def model_of(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> Mode
     config = EngineConfig.from_flags(args)
     longest = int((load.workload.prompt_tokens + load.workload.columns.num_out).max())
     if not cluster.has_gpus:
+        from quire.evaluation.latency_bench import LatencyFiles
         from quire.simulation.search import OnCores
         from quire.simulation.setup import LocalModel
 

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING
 
 from quire.arguments import Arguments
 from quire.cli import shared, simulation_common
-from quire.cli.latencies import LatencyFiles
 from quire.config import ENGINE_SECTIONS, ClusterConfig, EngineConfig, add_flags
 from quire.errors import ConfigError
 from quire.options import parse_bytes
@@ -147,6 +146,7 @@ def _here(args: argparse.Namespace, settings: ClusterConfig, placement: Placemen
     for flag, value in (("--parallel.tp", args.tp), ("--parallel.pp", args.pp), ("--network", args.network)):
         if value is not None:
             raise ConfigError(f"{flag} is for GPUs that are not here: name them with --hardware")
+    from quire.evaluation.latency_bench import LatencyFiles
     from quire.planning.analytic import MODELS
     from quire.simulation.setup import LocalModel
 

@@ -36,7 +36,7 @@ from quire.config import ClusterConfig, EngineConfig
 from quire.engine.admission import RequestLimits, narrowest
 from quire.errors import ConfigError, EngineStoppedError, ModelError, QuireError
 from quire.options import format_count
-from quire.planning import candidates
+from quire.planning import divisions
 from quire.planning.placement_file import Instances, Placement
 
 log = logging.getLogger("quire")
@@ -137,7 +137,7 @@ class Supervisor:
         placement: Placement | None = None,
     ) -> None:
         if placement is not None:  # settings.placement is the file's name; Ray needs one of its own strategies there
-            prefill, decode, mixed = map(placement.count, candidates.Role)
+            prefill, decode, mixed = map(placement.count, divisions.Role)
             strategy = "pairs" if placement.in_pairs and settings.address is not None else "pack"
             settings = dataclasses.replace(settings, placement=strategy, prefill=prefill, decode=decode, mixed=mixed)
         self._model, self._settings, self._placement = model, settings, placement

@@ -10,7 +10,9 @@ from typing import Literal
 
 import torch
 
+from quire.config import RuntimeConfig
 from quire.errors import ConfigError
+from quire.kernels import runtime
 
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -65,6 +67,15 @@ def processor_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def hardware_of(config: RuntimeConfig) -> dict[str, str | None]:
+    """What the steps of an engine on this machine run on: the name of the `processor`, and the `level` of the CPU's
+    kernels, which is None on a GPU.
+    """
+    if device_type_of(config.device) == "cuda":
+        return {"processor": torch.cuda.get_device_name(), "level": None}
+    return {"processor": processor_name(), "level": config.level or runtime.level()}
 
 
 def usable_cores() -> int:

@@ -126,7 +126,14 @@ class Quality:
 
     def calibration_of(self, config: EngineConfig) -> Calibration | None:
         """The calibration of a configuration. Raises ConfigError with a command that makes it if there is none."""
-        return _calibration(self.name, self._path, config)
+        found = find_calibration(self._path, config)
+        if found is None and config.cache.is_calibrated:
+            slots, sinks = config.cache.outlier_slots, config.cache.sink_tokens
+            raise ConfigError(
+                f"there is no calibration with {slots} outlier slots; make it with quire calibrate {self.name}"
+                f" --outlier-slots {slots} --sink-tokens {sinks}"
+            )
+        return found
 
     def measure_all(
         self, settings: Sequence[Settings], quality: float, deadline: float, progress: Progress = lambda *_: None
@@ -182,11 +189,7 @@ class Quality:
         windows = self._cut(scoring.context)[:count]
         key = self.key_of(settings)
         assert self._text is not None
-        curve = self.losses.curves.find(key, scoring)
-        if curve is None:
-            curve = Curve(
-                self.model_id, dict(key), scoring.text, self._text.name, scoring.context, scoring.continuation, ()
-            )
+        curve = self.losses.curves.find(key, scoring) or Curve.of(self.model_id, key, scoring, self._text.name)
         left = windows[len(curve.losses) :]
         if not left:
             return True
@@ -195,14 +198,13 @@ class Quality:
         what = self.space.name(settings)
         config = self.config_of(settings)
         self.calibration_of(config)
-        engines, _ = load_engines(self.name, (), scoring.context, config.to_options())
+        engines, _ = load_engines(self.name, config, scoring.context)
         try:
             for number, window in enumerate(left):
                 begun = time.monotonic()
                 progress(f"quality of {what}", number, len(left))
                 (found,) = measure(engines, [window], continuation=scoring.continuation)
-                now = datetime.now(UTC).isoformat(timespec="seconds")
-                curve = replace(curve, losses=(*curve.losses, found.nll), version=__version__, date=now)
+                curve = _longer(curve, found.window_nll)
                 self.losses.curves.keep(curve)
                 # The next one takes as long.
                 if 2 * time.monotonic() - begun >= deadline and number + 1 < len(left):
@@ -227,8 +229,7 @@ class Quality:
 
     def _key_of(self, settings: Settings) -> About:
         config = self.config_of(settings)
-        calibration = self.calibration_of(config)
-        return quality_key(config, self._shape, calibration)
+        return quality_key(config, self._shape, self.calibration_of(config))
 
 
 def keep_results(name: str, text: Text, results: Sequence[Perplexity], configs: Mapping[str, EngineConfig]) -> None:
@@ -243,17 +244,13 @@ def keep_results(name: str, text: Text, results: Sequence[Perplexity], configs: 
     with open_model(path) as checkpoint:
         shape = checkpoint.shape
     curves = Curves(curve_folder(), fingerprint(path))
-    now = datetime.now(UTC).isoformat(timespec="seconds")
     for each in results:
         config = configs[each.codec]
         key = quality_key(config, shape, find_calibration(path, config))
-        curve = Curve(
-            curves.model, dict(key), text.digest, text.name, each.context, each.continuation, each.window_nll,
-            __version__, now,
-        )  # fmt: skip
-        known = curves.find(key, curve.scoring)
-        if known is None or len(known.losses) < len(curve.losses):
-            curves.keep(curve)
+        scoring = Scoring(text.digest, each.context, each.continuation)
+        known = curves.find(key, scoring)
+        if known is None or len(known.losses) < len(each.window_nll):
+            curves.keep(_longer(Curve.of(curves.model, key, scoring, text.name), each.window_nll))
 
 
 def quality_key(config: EngineConfig, shape: ModelShape, calibration: Calibration | None) -> About:
@@ -276,15 +273,10 @@ def quality_key(config: EngineConfig, shape: ModelShape, calibration: Calibratio
     return found
 
 
-def _calibration(name: str, path: Path, config: EngineConfig) -> Calibration | None:
-    found = find_calibration(path, config)
-    if found is None and config.cache.is_calibrated:
-        slots, sinks = config.cache.outlier_slots, config.cache.sink_tokens
-        raise ConfigError(
-            f"there is no calibration with {slots} outlier slots; make it with quire calibrate {name}"
-            f" --outlier-slots {slots} --sink-tokens {sinks}"
-        )
-    return found
+def _longer(curve: Curve, losses: Sequence[float]) -> Curve:
+    """The curve with the losses of further windows, which were measured just now."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return replace(curve, losses=(*curve.losses, *losses), version=__version__, date=now)
 
 
 def _is_clear(loss: Loss, quality: float) -> bool:

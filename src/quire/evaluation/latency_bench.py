@@ -1,284 +1,139 @@
-"""Measures the steps of an engine for a latency model: prompts, prompts behind cached tokens, and decoding batches that
-prompts join.
-
-Requests are made so that the scheduler composes the wanted steps. Points are visited in random order, round after
-round, so that a slow minute of the machine does not fall on one of them alone.
-"""
+"""Latency models of engines: fitted to measured steps or to logs of a server's, kept, and chosen by settings."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import random
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-
-import torch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from quire.cache.costs import LATENCY
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import EngineConfig, RetainConfig
 from quire.engine.engine import Engine
-from quire.engine.machine import processor_name
-from quire.engine.params import SamplingParams
-from quire.engine.step import Result, Runner, Step
-from quire.errors import ModelError
-from quire.evaluation.latency_points import DECODE_STEPS, LEAST_PROMPT, POINTS, ROUNDS, Limits, Point, plan
-from quire.kernels import runtime
-from quire.offload.quiet import OtherLoad, quiet_cores
-from quire.planning.latency import About, Link, StepWork
-from quire.planning.latency_fit import Record
-from quire.planning.work import WorkMeter
+from quire.engine.machine import hardware_of
+from quire.errors import ConfigError
+from quire.evaluation.engines import Progress
+from quire.evaluation.latency_points import POINTS, Limits
+from quire.evaluation.latency_steps import Measurement, measure
+from quire.models.fingerprint import fingerprint
+from quire.models.resolve import resolve_model
+from quire.planning.kept_latencies import keep, kept_folder, kept_models, unmeasured, unsuitable
+from quire.planning.latency import KINDS, QUANTILES, About, LatencyModel, Link
+from quire.planning.latency_fit import Record, fit
+from quire.planning.step_log import read_steps
 from quire.version import __version__
 
-JITTER = 0.15
-"""Largest relative change of a length from visit to visit: lengths in service are no multiples of 16."""
+if TYPE_CHECKING:
+    from quire.llm import LLM
 
-Progress = Callable[[float, float], None]
-"""Called with the seconds that have passed, and with all of them."""
-
-
-@dataclass
-class Visit:
-    """Steps of a point. cores: that other programs kept busy meanwhile."""
-
-    cores: float
-    records: list[Record]
+ROLES = ("prefill", "decode", "mixed")
 
 
-class _TimeIsUp(Exception):
-    """The budget of seconds is spent."""
+@dataclass(frozen=True)
+class FittedSteps:
+    """A latency model, and the steps that it is fitted to.
 
-
-class _Watched:
-    """A runner that counts the work of each step that it runs.
-
-    work     of the last step; None: there was none, or it waited for chunks
-    seconds  that counting it took
+    measured  how the steps were measured; None: they are those of logs
     """
 
-    def __init__(self, runner: Runner, meter: WorkMeter) -> None:
-        self._runner, self._meter = runner, meter
-        self.work: StepWork | None = None
-        self.seconds = 0.0
+    model: LatencyModel
+    records: Sequence[Record]
+    measured: Measurement | None = None
 
-    def run(self, step: Step) -> Result:
-        """Counts, and runs."""
-        begun = time.perf_counter()
-        work = self._meter.of(step)
-        self.work = work if step.ready is None else None
-        self.seconds = time.perf_counter() - begun
-        return self._runner.run(step)
+    def rows(self) -> list[dict[str, Any]]:
+        """Facts about the steps of each kind: number, median seconds, and how far the model is from them."""
+        rows = []
+        for kind in (kind for kind in KINDS if self.model.counts.get(kind)):
+            times = [seconds for work, seconds in self.records if work.kind == kind]
+            residuals = {name: self.model.residuals[f"{kind}.{name}"] for name in (*QUANTILES, "within", "total")}
+            rows.append({"kind": kind, "steps": len(times), "median_seconds": statistics.median(times), **residuals})
+        return rows
 
-    @property
-    def vocab_size(self) -> int:
-        """See Runner."""
-        return self._runner.vocab_size
-
-    def check(self, live: set[int]) -> None:
-        """See Runner."""
-        self._runner.check(live)
-
-
-@dataclass
-class Measurement:
-    """Measured steps of an engine.
-
-    points  all that were planned
-    visits  of each point that was visited, in order. The first one of ROUNDS only warms up
-    """
-
-    points: list[Point] = field(default_factory=list)
-    visits: dict[Point, list[Visit]] = field(default_factory=dict)
-
-    def _kept(self) -> Iterator[list[Visit]]:
-        for visits in self.visits.values():
-            yield visits[len(visits) >= ROUNDS :]
-
-    @property
-    def records(self) -> list[Record]:
-        """All steps of visits that other programs disturbed little, and of the better half of each point's others."""
-        found: list[Record] = []
-        for visits in self._kept():
-            least = max(quiet_cores(), statistics.median_low(visit.cores for visit in visits))
-            found += [record for visit in visits if visit.cores <= least for record in visit.records]
-        return found
-
-    @property
-    def num_disturbed(self) -> int:
-        """Visits during which other programs were busy."""
-        return sum(visit.cores > quiet_cores() for visits in self._kept() for visit in visits)
-
-    @property
-    def num_visits(self) -> int:
-        """Visits without those that warm up."""
-        return sum(map(len, self._kept()))
+    def keep(self) -> str:
+        """Keeps the model for later simulations and plans. Returns why it was not kept, for people; empty: it was."""
+        if lacking := unmeasured(self.model):
+            return f"not kept for later simulations: no {lacking} were measured; raise --seconds"
+        try:
+            is_kept = keep(self.model, kept_folder()) is not None
+        except ConfigError as error:
+            return f"not kept for later simulations: {error}"
+        return "" if is_kept else "the kept model of these settings says more and stays; raise --seconds"
 
 
-def measure_steps(
-    engine: Engine, seconds: float, seed: int = 0, progress: Progress = lambda done, total: None
-) -> list[Record]:
-    """Steps of an idle engine with their seconds, from all points that fit it. Nothing of the requests stays.
-
-    seconds  time to spend
-    """
-    return measure(engine, seconds, seed, progress).records
-
-
-def measure(
-    engine: Engine,
+def fit_engine(
+    llm: LLM,
+    name: str,
     seconds: float,
-    seed: int = 0,
-    progress: Progress = lambda done, total: None,
     kinds: Sequence[str] = POINTS,
-) -> Measurement:
-    """See measure_steps. kinds: of points, see POINTS. Raises ModelError if the model's logits are not finite."""
-    assert not engine.has_work, "an engine that is measured does nothing else"
-    with _Driver(engine, seconds, seed, progress).watching() as driver:
-        found = Measurement()
-        try:
-            found.points = driver.plan(kinds)
-            order = [*found.points]
-            while order:
-                for point in order:
-                    driver.records, load = [], OtherLoad()
-                    try:
-                        driver.visit(point)
-                    finally:
-                        if driver.records:
-                            found.visits.setdefault(point, []).append(Visit(load.cores(), driver.records))
-                driver.draw.shuffle(order)
-        except _TimeIsUp:
-            pass
-    return found
+    progress: Progress = lambda done, total: None,
+) -> FittedSteps:
+    """Measures steps of an idle engine for some seconds, and fits a model to them.
+
+    name   as for `LLM`
+    kinds  of points
+    Raises ModelError if the model's logits are not finite.
+    """
+    found = measure(llm.engine, seconds, progress=progress, kinds=kinds)
+    about = about_of(llm.model_name, fingerprint(resolve_model(name)), llm.config, llm.engine)
+    return FittedSteps(fit(found.records, about, links_of(llm.engine, llm.config)), found.records, found)
 
 
-class _Driver:
-    """Makes an engine run steps, and times them.
+def fit_logs(name: str, files: Sequence[Path]) -> FittedSteps:
+    """Fits a model to logs of steps. name: of the engines' model. Raises ConfigError for logs of another one."""
+    logged = read_steps(files)
+    model_id = fingerprint(resolve_model(name))
+    if logged.model != model_id:
+        raise ConfigError(f"the logs are of engines of another model than {name}")
+    about = {"model": name, **settings_of(model_id, logged.config, logged.hardware)}
+    link = "disk" if logged.config.tiers.disk is not None else logged.transport
+    links = {link: Link(LATENCY, statistics.median(logged.speeds))} if link and logged.speeds else {}
+    return FittedSteps(fit(logged.records, about, links), logged.records)
 
-    records  steps since somebody emptied it
+
+class LatencyFiles:
+    """The latency models of a command: those of files, or else kept ones.
+
+    words  FILE, or ROLE=FILE for instances of one role. Empty: kept models
+    name   of the model, as for `LLM`
+    Raises ConfigError for a file that is no latency model.
     """
 
-    def __init__(self, engine: Engine, seconds: float, seed: int, progress: Progress) -> None:
-        self.engine, self.draw = engine, random.Random(seed)
-        self.records: list[Record] = []
-        self._limits = Limits.of(engine)
-        self._watched = _Watched(engine.any_runner, WorkMeter(engine.runner.model.shape.sliding_window))
-        self._progress, self._seconds, self._begun = progress, seconds, time.perf_counter()
-        self._ids: set[str] = set()
-        self._num_requests = 0
+    def __init__(self, words: Sequence[str], name: str) -> None:
+        self._name, self._is_given = name, bool(words)
+        self.models: list[tuple[str, str, LatencyModel]] = []  # role, or empty for all; file; model
+        for word in words:
+            role, equals, file = word.partition("=")
+            if not equals or role not in ROLES:
+                role, file = "", word
+            self.models.append((role, file, LatencyModel.read(Path(file))))
+        if not words:
+            self.models = [("", str(path), model) for path, model in kept_models(kept_folder())]
 
-    @contextmanager
-    def watching(self) -> Iterator[_Driver]:
-        """While steps are counted. Ends all requests."""
-        runner, self.engine.any_runner = self.engine.any_runner, self._watched
-        try:
-            with self.engine.leaving_nothing():
-                yield self
-                self._end()
-        finally:
-            self.engine.any_runner = runner
+    def of(self, role: str, config: EngineConfig, model_id: str) -> LatencyModel:
+        """The model for instances of a role. Of several suitable models, one for this role comes first.
 
-    def plan(self, kinds: Sequence[str]) -> list[Point]:
-        """The points that there is time for. Steps are slow at first: memory is new, and late kernels are compiled."""
-        longest = min(self._limits.budget, self._limits.longest)
-        for _ in range(2):
-            self.records = []
-            self.visit(Point("prompt", joining=((1, longest),)))
-            self.visit(Point("decode", 1, LEAST_PROMPT))
-        tokens = max(work.prompt_rows / seconds for work, seconds in self.records)
-        step = min(seconds for work, seconds in self.records if work.kind == "decode")
-        left = self._seconds - (time.perf_counter() - self._begun)
-        return plan(self._limits, kinds, left, tokens, step)
-
-    def visit(self, point: Point) -> None:
-        """Runs the requests of a point. Raises _TimeIsUp in the middle of it if time is up."""
-        vary, limits = self._varied, self._limits
-        # Whole chunks are cached: behind a part of one, prompts would begin with its tokens.
-        beginning = self._tokens(vary(point.shared) // PAGE_TOKENS * PAGE_TOKENS)
-        joining = [(count, vary(length)) for count, length in point.joining]
-        room = limits.context - len(beginning), limits.tokens - point.cached_tokens
-        most = min(limits.budget - point.sequences, min(room) - 2 * PAGE_TOKENS)
-        joining += [(1, length) for _ in range(point.num_joins) if (length := self._any_length(most))]
-        try:
-            if beginning:
-                self._run([beginning + self._tokens(1)], 1)
-            if point.sequences:
-                own = vary(point.own)
-                prompts = [beginning + self._tokens(own) for _ in range(point.sequences)]
-                num_slices = point.sequences * (own + PAGE_TOKENS) // limits.budget + 1
-                num_tokens = DECODE_STEPS + 4 * (len(joining) + num_slices) + LEAST_PROMPT
-                self._run(prompts, min(num_tokens, limits.context - len(prompts[0])))
-                for _ in range(DECODE_STEPS):
-                    self._step()
-            for count, length in joining:
-                self._run([beginning + self._tokens(length) for _ in range(count)], 1)
-                if self._ids:
-                    self._step()
-        finally:
-            self._end()
-
-    def _varied(self, length: int) -> int:
-        """About a length."""
-        return round(length * (1 - JITTER * self.draw.random()))
-
-    def _any_length(self, most: int) -> int:
-        """A length of a prompt, the same chance for each doubling; 0 if there is no room for one."""
-        low = LEAST_PROMPT // 2
-        return 0 if most < low else round(low * math.exp(self.draw.random() * math.log(most / low)))
-
-    def _tokens(self, count: int) -> list[int]:
-        """Ids from the middle of the vocabulary, which are not special tokens."""
-        size = self.engine.vocab_size
-        return self.draw.choices(range(size // 4, size // 2), k=count)
-
-    def _run(self, prompts: list[list[int]], max_tokens: int) -> None:
-        """Adds requests, and steps until each of them has its first token, or there is no room for more of them."""
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        waiting = set()
-        for prompt in prompts:
-            self._num_requests += 1
-            name = f"latency-{self._num_requests}"
-            self.engine.add(name, prompt, params)
-            waiting.add(name)
-        self._ids |= waiting
-        while waiting:
-            begun = self._step()
-            waiting -= begun
-            if not begun and self._watched.work is None:
-                return
-
-    def _step(self) -> set[str]:
-        """Runs and records a step. Returns the requests that got a token."""
-        watched, now = self._watched, time.perf_counter()
-        self._progress(now - self._begun, self._seconds)
-        if now - self._begun >= self._seconds:
-            raise _TimeIsUp
-        watched.work, watched.seconds = None, 0.0
-        begun = time.perf_counter()
-        outputs = self.engine.step()
-        seconds = time.perf_counter() - begun - watched.seconds
-        if watched.work is not None:
-            self.records.append((watched.work, seconds))
-        for output in outputs:
-            if output.finished:
-                self._ids.discard(output.request_id)
-            for answer in output.outputs:
-                if answer.finish_reason == "error":
-                    raise ModelError(f"the model cannot be measured: {answer.stop_reason}")
-        return {output.request_id for output in outputs}
-
-    def _end(self) -> None:
-        """Ends all requests, and drops what is cached of them."""
-        for name in self._ids:
-            self.engine.abort(name)
-        self._ids.clear()
-        manager = self.engine.scheduler.manager
-        manager.eviction.evict(manager.tree.num_chunks)
+        config    configuration without automatic values
+        model_id  fingerprint of the checkpoint
+        Raises ConfigError with the mismatch, or with the command that makes a model.
+        """
+        wanted, reasons = settings_of(model_id, config), list[str]()
+        for own, file, model in sorted(self.models, key=lambda each: each[0] == ""):
+            if own in ("", role):
+                reason = unsuitable(model, wanted, role, is_given=self._is_given)
+                if not reason:
+                    return model
+                reasons.append(f"{file}: {reason}")
+        if self._is_given:
+            raise ConfigError(reasons[0] if reasons else f"no --latency is for instances with the role {role}")
+        raise ConfigError(
+            f"no latency model is kept for {self._name} with these settings; make one with quire bench latency"
+            f" {self._name} --runtime.threads {config.runtime.threads}, give a file as --latency FILE, or name"
+            " --hardware"
+        )
 
 
 def links_of(engine: Engine, config: EngineConfig) -> dict[str, Link]:
@@ -289,15 +144,15 @@ def links_of(engine: Engine, config: EngineConfig) -> dict[str, Link]:
     return {"disk" if config.tiers.disk is not None else "pinned": Link(LATENCY, speed)}
 
 
-def settings_of(fingerprint: str, config: EngineConfig) -> About:
+def settings_of(model_id: str, config: EngineConfig, hardware: Mapping[str, str | None] | None = None) -> About:
     """What the seconds of steps depend on, for `latency.mismatch`.
 
-    fingerprint  of the checkpoint
-    config       without automatic values
+    model_id  fingerprint of the checkpoint
+    config    without automatic values
+    hardware  as of `hardware_of`, as far as it is known; None: that of this process
     """
-    on_cpu = config.runtime.device == "cpu"
     return {
-        "fingerprint": fingerprint,
+        "fingerprint": model_id,
         "dtype": config.model.dtype,
         "weights": config.model.weights,
         "codec": config.cache.codec,
@@ -306,20 +161,19 @@ def settings_of(fingerprint: str, config: EngineConfig) -> About:
         "retain": retention_text(config.retain),
         "offload": config.offload.mode,
         "backend": config.attention.backend,
-        "threads": config.runtime.threads if on_cpu else None,
-        "processor": processor_name() if on_cpu else torch.cuda.get_device_name(),
-        "level": runtime.level() if on_cpu else None,
+        "threads": config.runtime.threads if config.runtime.device == "cpu" else None,
+        **(hardware_of(config.runtime) if hardware is None else hardware),
         "tp": 1,
         "pp": 1,
     }
 
 
-def about_of(name: str, fingerprint: str, config: EngineConfig, engine: Engine) -> About:
+def about_of(name: str, model_id: str, config: EngineConfig, engine: Engine) -> About:
     """All that a latency model says about its origin: `settings_of`, and what is good to know."""
     limits = Limits.of(engine)
     return {
         "model": name,
-        **settings_of(fingerprint, config),
+        **settings_of(model_id, config),
         "token_budget": limits.budget,
         "max_running": limits.running,
         "max_context": limits.context,

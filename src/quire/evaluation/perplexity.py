@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from quire.cache.ledger import PAGE_TOKENS
+from quire.config import EngineConfig
 from quire.engine.candidates import best_ids
 from quire.engine.engine import Engine
 from quire.engine.runner import LOGIT_ROWS
@@ -27,10 +27,7 @@ from quire.engine.teacher_forcing import (
     window_hidden_states,
 )
 from quire.errors import ConfigError, ModelError
-from quire.evaluation.engines import REFERENCE, decodes_apart, load_engines
-
-Progress = Callable[[int, int], None]
-"""Called with (done, total)."""
+from quire.evaluation.engines import REFERENCE, Progress, load_engines
 
 CONTINUATION = 256
 """Scored tokens of a window with retention or sparse values, as in benchmarks/retention_quality.py."""
@@ -86,25 +83,29 @@ class Perplexity:
         """The standard error of the perplexity, to first order."""
         return None if self.nll_error is None else self.nll_error * self.perplexity
 
+    def facts(self) -> dict[str, Any]:
+        """All of it by name, for JSON."""
+        return {**asdict(self), "perplexity": self.perplexity, "perplexity_error": self.perplexity_error}
+
 
 def perplexity(
     model: str,
     text: str,
     *,
+    config: EngineConfig | None = None,
     codecs: Sequence[str] = (),
     context: int = 2048,
     continuation: int | None = None,
     max_tokens: int | None = None,
     max_windows: int | None = None,
     kl: bool = True,
-    options: Mapping[str, Any] | None = None,
-    config_file: Path | None = None,
     progress: Progress = lambda done, total: None,
 ) -> list[Perplexity]:
     """The perplexity of a text for each codec, each with its own cache, in the given order.
 
     model        a folder, a .gguf file, a hub id, or `smollm2`; loaded once
-    codecs       values of cache.codec; empty: the codec of the options
+    config       settings of the engines, see `configs_of`; None: the defaults
+    codecs       values of cache.codec; empty: the codec of the configuration
     context      tokens per window
     continuation score only this number of last tokens of a window. They are computed one at a time, after a prompt of
                  the tokens before them, so they read what retention keeps of it, or few values. None: 256 with
@@ -113,20 +114,20 @@ def perplexity(
     max_windows  use only this number of first windows
     kl           whether to compare with a dense cache without retention. It is then among the results: first, if it
                  was not given
-    options      settings of the engines by key, which override the TOML file
     progress     called with (windows done, number of windows)
     Raises ConfigError if the model or the cache cannot hold the context, or if the text is shorter; ModelError.
     """
     if context < 2:
         raise ConfigError(f"a window of {context} tokens has no token to score; it needs at least 2")
-    if continuation is None and decodes_apart(codecs, options, config_file):
+    config = config or EngineConfig()
+    if continuation is None and (config.retain.is_on or config.cache.sparse_values < 1):
         continuation = CONTINUATION
     if continuation is not None and not 1 <= continuation <= context - 2:
         raise ConfigError(
             f"a window of {context} tokens has no room for a prompt, a token that it predicts and a continuation of"
             f" {continuation}; give a context of at least {max(continuation, 1) + 2}, or another continuation"
         )
-    engines, tokenizer = load_engines(model, codecs, context, options, config_file, compares=kl)
+    engines, tokenizer = load_engines(model, config, context, codecs, compares=kl)
     windows = cut_windows(tokenizer.encode(text)[:max_tokens], context)[:max_windows]
     return measure(engines, windows, REFERENCE if kl else None, progress, continuation)
 
@@ -180,7 +181,7 @@ def measure(
                 for name, engine in engines.items():
                     tallies[name].bytes.append(cache_bytes_used(engine))
         for name, tally in tallies.items():
-            tally.end_window()
+            tally.nll.append(float(tally.losses.mean()))
             if not math.isfinite(tally.nll[-1]):
                 raise ModelError(f"codec {name}: the logits of window {number} hold NaN or infinity")
         progress(number + 1, len(windows))
@@ -251,9 +252,6 @@ class _Tally:
     agreeing: int = 0
     bytes: list[int] = field(default_factory=list)
 
-    def end_window(self) -> None:
-        self.nll.append(float(self.losses.mean()))
-
     def result(
         self,
         codec: str,
@@ -264,23 +262,28 @@ class _Tally:
     ) -> Perplexity:
         """reference: the mean losses of the reference's windows."""
         nll = np.array(self.nll)
-        rows = context - 1 if continuation is None else continuation
-        values = (codec, context, len(nll), len(nll) * rows, float(nll.mean()), _standard_error(nll))
-        sizes = (sum(self.bytes) / (len(nll) * (context - 1)), bits)
-        if reference is None:
-            return Perplexity(*values, *sizes, continuation=continuation, window_nll=tuple(self.nll))
-        kl = self.kl
-        # Both read the same tokens, so their losses are correlated within a window.
-        difference = nll - reference
-        ratio, error = math.exp(difference.mean()), _standard_error(difference)
+        compared: dict[str, float | None] = {}
+        if reference is not None:
+            # Both read the same tokens, so their losses are correlated within a window.
+            difference = nll - reference
+            ratio, error = math.exp(difference.mean()), _standard_error(difference)
+            compared = {
+                "kl_mean": float(self.kl.mean()),
+                "kl_p99": float(np.quantile(self.kl, 0.99)),
+                "agreement": self.agreeing / len(self.kl),
+                "ratio": ratio,
+                "ratio_error": None if error is None else ratio * error,
+            }
         return Perplexity(
-            *values,
-            *sizes,
-            kl_mean=float(kl.mean()),
-            kl_p99=float(np.quantile(kl, 0.99)),
-            agreement=self.agreeing / len(kl),
-            ratio=ratio,
-            ratio_error=None if error is None else ratio * error,
+            codec,
+            context,
+            num_windows=len(nll),
+            num_tokens=len(nll) * len(self.losses),
+            nll=float(nll.mean()),
+            nll_error=_standard_error(nll),
+            bytes_per_token=sum(self.bytes) / (len(nll) * (context - 1)),
+            bits_per_element=bits,
+            **compared,
             continuation=continuation,
             window_nll=tuple(self.nll),
         )

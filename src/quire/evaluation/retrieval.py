@@ -8,17 +8,17 @@ from __future__ import annotations
 import random
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from itertools import cycle, product
-from pathlib import Path
 from typing import Any
 
+from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, ModelError
-from quire.evaluation.engines import load_engines
+from quire.evaluation.engines import Progress, load_engines
 from quire.llm import merge_delta
 from quire.models.tokenizer import Tokenizer
 
@@ -77,34 +77,37 @@ class Retrieval:
         """The share of numbers found."""
         return self.num_found / self.num_trials
 
+    def facts(self) -> dict[str, Any]:
+        """All of it by name, for JSON."""
+        return asdict(self)
+
 
 def retrieval(
     model: str,
     text: str | None = None,
     *,
+    config: EngineConfig | None = None,
     codecs: Sequence[str] = (),
     lengths: Sequence[int] = (1024, 2048, 4096),
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
     num_trials: int = 2,
-    options: Mapping[str, Any] | None = None,
-    config_file: Path | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> list[Retrieval]:
     """Counts how often a hidden number is found, for each codec, length and depth, in the given order.
 
     model       a folder, a .gguf file, a hub id, or `smollm2`; loaded once
     text        filler text, repeated if it is too short; None: the built-in filler
-    codecs      values of cache.codec; empty: the codec of the options
+    config      settings of the engines, see `configs_of`; None: the defaults
+    codecs      values of cache.codec; empty: the codec of the configuration
     lengths     tokens of prompt and answer together
     depths      in [0, 1]
     num_trials  trials per length and depth, each with a text that begins with another sentence
-    options     settings of the engines by key, which override the TOML file
     progress    called with (answers done, number of answers)
     Raises ConfigError for a length that the model or the cache cannot hold, or that has no room for any text;
     ModelError.
     """
     sentences = FILLER if text is None else split_sentences(text)
-    engines, tokenizer = load_engines(model, codecs, max(lengths), options, config_file, sequences=2)
+    engines, tokenizer = load_engines(model, config or EngineConfig(), max(lengths), codecs, sequences=2)
     cells = list(product(lengths, depths))
     prompts = [
         make_prompt(tokenizer, sentences[trial % len(sentences) :], length, depth, hidden_number(length, depth, trial))

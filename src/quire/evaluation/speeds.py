@@ -14,7 +14,9 @@ from quire.config import EngineConfig, TiersConfig
 from quire.engine.build import resolve
 from quire.engine.machine import usable_cores
 from quire.errors import ConfigError, QuireError
-from quire.evaluation.latency_bench import about_of, measure_steps, settings_of
+from quire.evaluation.engines import LEAVES_NOTHING
+from quire.evaluation.latency_bench import about_of, settings_of
+from quire.evaluation.latency_steps import measure
 from quire.evaluation.memory_use import free_memory
 from quire.folders import user_path
 from quire.load import find_calibration, load_engine
@@ -22,8 +24,8 @@ from quire.models.fingerprint import fingerprint
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
 from quire.planning.composed import composed
-from quire.planning.kept_latencies import is_poor, keep, kept_models, num_steps, rank, unmeasured
-from quire.planning.latency import About, LatencyModel, Link, Origin, mismatch
+from quire.planning.kept_latencies import is_poor, keep, kept_models, num_steps, rank, unmeasured, unsuitable
+from quire.planning.latency import About, LatencyModel, Link, Origin
 from quire.planning.latency_fit import Record, fit
 from quire.planning.space import Effect, Settings, Space, Value
 from quire.stores.direct import allows_direct, measure_speed
@@ -71,14 +73,14 @@ class Speeds:
         self._base, self._folder, self._memory = base, folder, memory
         self._path = resolve_model(name)
         self._model_id = fingerprint(self._path)
-        self.models = [model for _, model in kept_models(folder) if not unmeasured(model)]
+        self.models = [model for _, model in kept_models(folder)]
         self.wanted = functools.cache(self._wanted)
         self._composed: dict[Settings, Speed] = {}
 
     def exact(self, settings: Settings) -> LatencyModel | None:
         """The model that was measured with what of these settings decides the seconds of steps."""
         wanted = self.wanted(self.space.timed(settings))
-        return min((each for each in self.models if mismatch(each.about, wanted) is None), key=rank, default=None)
+        return min((each for each in self.models if not unsuitable(each, wanted)), key=rank, default=None)
 
     def of(self, settings: Settings) -> Speed | None:
         """The measured model, or one that follows from those of its parts; None if one of them is not known."""
@@ -155,9 +157,7 @@ class Speeds:
         timed = self.space.timed(settings)
         what = f"steps of {self.space.name(timed)}"
         try:
-            records, about = self._steps(
-                timed, seconds, lambda done, total: progress(what, int(min(done, total)), int(total))
-            )
+            records, about = self._steps(timed, seconds, functools.partial(progress, what))
             if not records:
                 return f"no steps were measured within {seconds:.0f} s; raise --plan.seconds"
             model = fit(records, about)
@@ -176,10 +176,10 @@ class Speeds:
         return ""
 
     def _steps(
-        self, timed: Settings, seconds: float, progress: Callable[[float, float], None]
+        self, timed: Settings, seconds: float, progress: Callable[[int, int], None]
     ) -> tuple[list[Record], About]:
         loaded = load_engine(self.name, self._config(timed), show_progress=False)
-        records = measure_steps(loaded.engine, seconds, progress=progress)
+        records = measure(loaded.engine, seconds, progress=progress).records
         about = about_of(self.name, self._model_id, loaded.config, loaded.engine)
         return records, {**about, **self.wanted(timed)}
 
@@ -207,9 +207,8 @@ class Speeds:
 
     def config_of(self, settings: Settings) -> EngineConfig:
         """What of the settings an engine has. Raises ConfigError."""
-        nothing = dict.fromkeys(("cache.pin", "tiers.disk", "tiers.disk_bandwidth", "tiers.memory"))
         threads = {"runtime.threads": threads_of(settings.options, self._base)}
-        return self._base.with_options({**settings.engine_options, **nothing, **threads})
+        return self._base.with_options({**settings.engine_options, **LEAVES_NOTHING, **threads})
 
     def _config(self, settings: Settings) -> EngineConfig:
         return self.config_of(settings).with_options({"cache.memory": self._memory})

@@ -12,13 +12,11 @@ Knows numbers and files, and nothing of how they are measured: see `quire.evalua
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +26,7 @@ from quire.errors import ConfigError
 from quire.planning.latency import About, Origin
 from quire.planning.space import Settings, Space
 from quire.records import made
-from quire.safe_io import parse_json, read_text
+from quire.safe_io import atomic_write, parse_json, read_text
 
 log = logging.getLogger("quire")
 
@@ -83,6 +81,11 @@ class Curve:
     losses: tuple[float, ...]
     version: str = ""
     date: str = ""
+
+    @classmethod
+    def of(cls, model: str, settings: About, scoring: Scoring, text_name: str = "") -> Curve:
+        """A curve without windows."""
+        return cls(model, dict(settings), scoring.text, text_name, scoring.context, scoring.continuation, ())
 
     def __post_init__(self) -> None:
         for index, loss in enumerate(self.losses):
@@ -206,8 +209,7 @@ class Curves:
 
     def find(self, settings: About, scoring: Scoring) -> Curve | None:
         """The curve of these settings, read in this way."""
-        wanted = Curve(self.model, dict(settings), scoring.text, "", scoring.context, scoring.continuation, ())
-        return self._curves.get(wanted.name)
+        return self._curves.get(Curve.of(self.model, settings, scoring).name)
 
     def scorings(self, settings: About) -> list[Scoring]:
         """The ways in which these settings were read, most windows first."""
@@ -220,14 +222,10 @@ class Curves:
         """
         self._curves[curve.name] = curve
         path = self._folder / f"{curve.name}.json"
-        part = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(curve)}, indent=1) + "\n")
-            part.replace(path)
+            with atomic_write(path) as draft:
+                draft.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(curve)}, indent=1) + "\n")
         except OSError as error:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
             log.warning("%s cannot be written (%s); the next plan measures again", path, error.strerror or error)
 
 
@@ -270,7 +268,7 @@ class Losses:
             return NOTHING
         key, plain = self.key_of(lossy), self.key_of(self.reference(settings))
         own = self.scoring_of(lossy)
-        ways = [*([] if own is None else [own]), *self.curves.scorings(key)]
+        ways = self.curves.scorings(key) if own is None else [own, *self.curves.scorings(key)]
         for way in sorted(ways, key=lambda each: each.text == key.get(FITTED_TEXT)):  # stable
             curve, reference = self.curves.find(key, way), self.curves.find(plain, way)
             if curve is not None and reference is not None and curve.losses and reference.losses:
@@ -285,10 +283,6 @@ class Losses:
         parts = {name: self.measured(part) for name, part in self.space.parts(settings).items()}
         known = {name: loss for name, loss in parts.items() if loss is not None}
         return summed(known) if len(known) == len(parts) > 1 else None
-
-    def missing(self, settings: Settings) -> list[Settings]:
-        """The parts that would have to be measured."""
-        return [part for part in self.space.parts(settings).values() if self.measured(part) is None]
 
     def scoring_of(self, settings: Settings) -> Scoring | None:
         """How windows are read for the plan with these settings."""

@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 
 from quire.errors import ConfigError
-from quire.planning.latency import KINDS, LatencyModel
+from quire.folders import user_cache
+from quire.planning.latency import KINDS, About, LatencyModel, mismatch
 
 SET_BY_USERS = (
     "fingerprint", "dtype", "weights", "codec", "outlier_slots", "sparse_values", "retain", "offload", "threads",
@@ -22,6 +23,11 @@ KEPT_BY = (*SET_BY_USERS, "backend", "processor", "level", "tp", "pp")
 
 FEW_STEPS, POOR = 100, 0.25
 """Measured steps below which seconds are little known, and the error of nine in ten of them above which."""
+
+
+def kept_folder() -> Path:
+    """The folder of kept models. Every .json file there is one."""
+    return user_cache() / "latency"
 
 
 def keep(model: LatencyModel, folder: Path, prefix: str = "") -> Path | None:
@@ -77,6 +83,20 @@ def unmeasured(model: LatencyModel, role: str = "mixed") -> str:
     if role != "prefill" and not counts.get("decode", 0) + counts.get("mixed", 0):
         lacking.append("steps that decode")
     return " and ".join(lacking) if num_steps(model) else ""
+
+
+def unsuitable(model: LatencyModel, wanted: About, role: str = "mixed", *, is_given: bool = False) -> str:
+    """Why a model does not tell the seconds of an instance with this role and these settings, for people; empty: it
+    does.
+
+    is_given  whether a user gave the model: it must agree with what it states of SET_BY_USERS, and nothing else
+    """
+    if is_given:
+        wanted = {name: wanted[name] for name in SET_BY_USERS if model.about.get(name) is not None}
+    if reason := mismatch(model.about, wanted):
+        return reason
+    lacking = unmeasured(model, role)
+    return f"no {lacking} were measured for it; measure longer with quire bench latency --seconds" if lacking else ""
 
 
 def num_steps(model: LatencyModel) -> int:

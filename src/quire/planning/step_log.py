@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
-from quire.engine.step import Result, Step
+from quire.engine.machine import hardware_of
 from quire.errors import ConfigError
 from quire.planning.latency import StepWork
-from quire.planning.work import WorkMeter
+from quire.planning.work import CountingRunner
 from quire.safe_io import parse_json, read_bytes, read_text
 
 MOST = 1e18
@@ -38,14 +38,13 @@ class StepLog:
         engine: Engine,
         model: str,
         config: EngineConfig,
-        window: int | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        *,
         transport: str = "",
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Appends to a file. Raises ConfigError if it cannot be written.
 
         model      fingerprint of the checkpoint
-        window     see `WorkMeter`
         transport  how caches come from other instances; empty: there are none
         """
         try:
@@ -54,37 +53,22 @@ class StepLog:
         except OSError as error:
             raise ConfigError(f"runtime.step_log {file} cannot be written: {error.strerror or error}") from None
         # The last line of an engine that was killed may be half a line.
-        head = {"model": model, "options": config.to_options(), "transport": transport}
+        about = {"model": model, "options": config.to_options(), "transport": transport}
+        head = {**about, **hardware_of(config.runtime)}
         self._file.write("\n" * is_cut + json.dumps(head) + "\n")
-        self._inner, engine.any_runner = engine.any_runner, self
         self._costs = engine.scheduler.manager.fetching.costs
-        self._clock, self._meter = clock, WorkMeter(window)
-        self._work: StepWork | None = None
+        self._clock, self._counted = clock, CountingRunner(engine)
         self._begun = self._ended = 0.0
         self._goes_on = False
 
-    @property
-    def vocab_size(self) -> int:
-        """See Runner."""
-        return self._inner.vocab_size
-
-    def run(self, step: Step) -> Result:
-        """See Runner."""
-        self._work = None if step.ready is not None else self._meter.of(step)  # such a step waits for chunks
-        return self._inner.run(step)
-
-    def check(self, live: set[int]) -> None:
-        """See Runner."""
-        self._inner.check(live)
-
     def begin(self) -> None:
         """The engine is about to take a step."""
-        self._work = None
+        self._counted.forget()
         self._begun = self._clock()
 
     def end(self, *, goes_on: bool) -> None:
         """A step and its answers are done. goes_on: whether the engine has more to do."""
-        now, work = self._clock(), self._work
+        now, work = self._clock(), self._counted.work
         if work is not None:
             seconds = now - (self._ended if self._goes_on else self._begun)
             self._file.write(json.dumps([*work, seconds, self._costs.speed]) + "\n")
@@ -103,6 +87,7 @@ class Logged:
     records    steps and their seconds
     speeds     last bytes a second of fetched chunks in each log that knows them
     transport  how caches came from other instances; empty: there were none, or not all came in the same way
+    hardware   as of `hardware_of`: of this, what every log says, and says alike
     """
 
     model: str
@@ -110,6 +95,7 @@ class Logged:
     records: list[tuple[StepWork, float]]
     speeds: list[float]
     transport: str = ""
+    hardware: dict[str, str | None] = field(default_factory=dict)
 
 
 def _number(value: Any) -> Any:
@@ -142,14 +128,13 @@ def read_steps(files: Iterable[Path]) -> Logged:
         for number, line in enumerate(lines, 1):
             try:
                 found = parse_json(line)
-                if isinstance(found, dict):
-                    head = {name: found[name] for name in ("model", "options")}
-                    heads.append({**head, "transport": found.get("transport", "")})
+                if isinstance(found, dict) and {"model", "options"} <= found.keys():
+                    heads.append(found)
                     continue
                 *work, seconds, told = found
                 records.append(_step(work, seconds))
                 speed = speed if told is None else float(_number(told))
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError):
                 if number == len(lines) or lines[number].startswith("{"):
                     continue  # the engine is writing it, or was killed while it did
                 raise ConfigError(f"{file} line {number} is no step of a log") from None
@@ -165,6 +150,8 @@ def read_steps(files: Iterable[Path]) -> Logged:
             if value != other and key != "runtime.step_log":
                 raise ConfigError(f"the logs are of engines with other settings: {key} is {other!r} and {value!r}")
     options = {key: value for key, value in heads[0]["options"].items() if key != "runtime.step_log"}
-    transports = {head["transport"] for head in heads}
-    transport = transports.pop() if len(transports) == 1 else ""
-    return Logged(heads[0]["model"], EngineConfig.from_options(options), records, speeds, transport)
+    # What logs disagree about, or an old one does not say, is not known.
+    common = {name: value for name, value in heads[0].items() if all(head.get(name, "") == value for head in heads)}
+    hardware: dict[str, str | None] = {name: common[name] for name in ("processor", "level") if name in common}
+    transport = common.get("transport", "")
+    return Logged(heads[0]["model"], EngineConfig.from_options(options), records, speeds, transport, hardware)

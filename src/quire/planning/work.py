@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,8 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.planning.latency import StepWork, pairs_of
 
 if TYPE_CHECKING:
-    from quire.engine.step import Slice, Step
+    from quire.engine.engine import Engine
+    from quire.engine.step import Result, Slice, Step
 
 Shared = tuple[tuple[int, int], ...]
 
@@ -74,6 +76,42 @@ class WorkMeter:
         context = sum(contexts) - sum(passed)
         num_rows = sum(piece.num_rows for piece in prompts)
         return StepWork(num_rows, float(pairs), len(decodes), float(context), float(context - common), len(prompts))
+
+
+class CountingRunner:
+    """Takes the place of the runner of an engine with a model, and counts the work of each step that it runs.
+
+    inner    the runner that was there before
+    work     of the last step; None: there was none, or it waited for chunks
+    seconds  that counting it took
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._meter = WorkMeter(engine.runner.model.shape.sliding_window)
+        self.inner, engine.any_runner = engine.any_runner, self
+        self.forget()
+
+    def forget(self) -> None:
+        """Another step is about to begin."""
+        self.work: StepWork | None = None
+        self.seconds = 0.0
+
+    @property
+    def vocab_size(self) -> int:
+        """See Runner."""
+        return self.inner.vocab_size
+
+    def run(self, step: Step) -> Result:
+        """See Runner."""
+        begun = time.perf_counter()
+        work = self._meter.of(step)
+        self.work = work if step.ready is None else None
+        self.seconds = time.perf_counter() - begun
+        return self.inner.run(step)
+
+    def check(self, live: set[int]) -> None:
+        """See Runner."""
+        self.inner.check(live)
 
 
 def _common(paths: Sequence[Shared], contexts: Sequence[int], passed: Sequence[int]) -> int:
