@@ -6,8 +6,6 @@ import itertools
 import math
 from typing import Any, TypeVar
 
-import msgspec
-
 from quire.errors import ConfigError
 
 Made = TypeVar("Made")
@@ -19,6 +17,8 @@ def made(kind: type[Made], fields: Any) -> Made:
     Raises ConfigError that names the field: for an unknown or a missing one, a wrong type, a number that is not finite,
     and what `__post_init__` refuses.
     """
+    import msgspec
+
     try:
         found = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
