@@ -140,7 +140,7 @@ class Planner(ABC):
         self.space, self.goal, self.tools, self.quality = space, goal, tools, quality
         self.left: list[Left] = []
         self.end = math.inf
-        self.cluster_of = cache(lambda settings: cluster.with_options(settings.options))
+        self.cluster_of = cache(lambda settings: settings.cluster(cluster))
         self._asked = cache(lambda retain: asked_of(self.goal.load.workload, retain, self.window))
         self._ceilings: dict[tuple[Settings, float], float] = {}
         self._pool: Pool = InProcess()
@@ -269,7 +269,7 @@ class Planner(ABC):
 
     def config_of(self, settings: Settings) -> EngineConfig:
         """The configuration of an engine with these settings, with automatic values. Raises ConfigError."""
-        return self.config.with_options(settings.engine_options)
+        return settings.engine(self.config)
 
     def loss_of(self, settings: Settings) -> Loss | None:
         """The loss of settings; None if it is not known."""

@@ -15,7 +15,6 @@ from quire.engine.build import LEAST_CHUNKS, TOKEN_BUDGET
 from quire.errors import ConfigError
 from quire.evaluation.auto import Fit, Goal, Planner, Tools
 from quire.evaluation.curves import Quality
-from quire.evaluation.speeds import num_instances
 from quire.planning.analytic import AnalyticModel
 from quire.planning.devices import Device
 from quire.planning.latency import Latency, Origin
@@ -62,7 +61,7 @@ class HardwarePlanner(Planner):
     def fit(self, settings: Settings, share: float = 1.0) -> Fit:
         """See Planner. The total is that of one GPU."""
         model, shape = self.latency_of(settings), self._target.shape
-        tp, pp = _division(settings)
+        tp, pp = settings.division
         if shape.num_q_heads % tp:
             raise ConfigError(f"{shape.num_q_heads} heads cannot be divided among {tp} GPUs")
         tokens = model.cache_tokens * share
@@ -78,7 +77,7 @@ class HardwarePlanner(Planner):
         budget = limits.token_budget or max(TOKEN_BUDGET["cuda"], least)
         resolved = replace(config, scheduler=replace(limits, token_budget=budget))
         total = int(model.gpu_weight_bytes + cache_bytes / (tp * pp))
-        return Fit(Room(cache_bytes, total, int(num_instances(settings.options) * tokens)), resolved)
+        return Fit(Room(cache_bytes, total, int(settings.num_instances * tokens)), resolved)
 
     def latency(self, settings: Settings) -> tuple[Latency, Origin, str] | None:
         """See Planner."""
@@ -93,26 +92,21 @@ class HardwarePlanner(Planner):
 
     def units(self, settings: Settings) -> int:
         """See Planner."""
-        tp, pp = _division(settings)
-        return tp * pp * num_instances(settings.options)
+        tp, pp = settings.division
+        return tp * pp * settings.num_instances
 
     def candidate(self, point: Point) -> tuple[Target, Candidate]:
         """See Planner."""
         config = self.config_of(point.settings).with_options({"cache.memory": point.room.cache})
-        return self._target, self._target.candidate(config, self.cluster_of(point.settings), *_division(point.settings))
+        return self._target, self._target.candidate(config, self.cluster_of(point.settings), *point.settings.division)
 
     def memory_text(self, point: Point) -> str:
         """See Planner."""
-        count, units = num_instances(point.settings.options), self.units(point.settings)
+        count, units = point.settings.num_instances, self.units(point.settings)
         return (
             f"{count} x {format_bytes(point.room.cache)} of cache beside the weights, on {units} x {self.device.name}"
             f" with {format_bytes(int(self.device.memory))} each"
         )
 
     def _latency_of(self, settings: Settings) -> AnalyticModel:
-        return self._target.latency(self.config_of(settings), *_division(settings))
-
-
-def _division(settings: Settings) -> tuple[int, int]:
-    options = settings.options
-    return int(options.get("parallel.tp") or 1), int(options.get("parallel.pp") or 1)
+        return self._target.latency(self.config_of(settings), *settings.division)

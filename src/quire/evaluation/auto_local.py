@@ -15,7 +15,7 @@ from quire.engine.machine import available_memory, device_type_of, usable_cores
 from quire.errors import ConfigError
 from quire.evaluation.auto import Fit, Goal, Planner, Tools
 from quire.evaluation.curves import Quality
-from quire.evaluation.speeds import LEAST_SECONDS, SECONDS, Speeds, disk_link, num_instances
+from quire.evaluation.speeds import LEAST_SECONDS, SECONDS, Speeds, disk_link
 from quire.models.image_folder import image_path
 from quire.models.images import ImageSpec, engine_image_spec, temporary_images
 from quire.models.quants import BLOCK_KINDS
@@ -140,7 +140,7 @@ class LocalPlanner(Planner):
 
     def _counts(self, settings: Settings) -> tuple[int, int]:
         """Engines, and processes: a router has one of its own."""
-        count = num_instances(settings.options)
+        count = settings.num_instances
         return count, count + self.cluster_of(settings).is_on
 
     def latency(self, settings: Settings) -> tuple[Latency, Origin, str] | None:

@@ -122,7 +122,7 @@ class Quality:
 
     def config_of(self, settings: Settings) -> EngineConfig:
         """Raises ConfigError."""
-        return self._base.with_options(settings.engine_options)
+        return settings.engine(self._base)
 
     def calibration_of(self, config: EngineConfig) -> Calibration | None:
         """The calibration of a configuration. Raises ConfigError with a command that makes it if there is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from quire.planning.composed import composed
 from quire.planning.kept_latencies import is_poor, keep, kept_models, num_steps, rank, unmeasured, unsuitable
 from quire.planning.latency import About, LatencyModel, Link, Origin
 from quire.planning.latency_fit import Record, fit
-from quire.planning.space import Effect, Settings, Space, Value
+from quire.planning.space import Effect, Settings, Space
 from quire.stores.direct import allows_direct, measure_speed
 
 log = logging.getLogger("quire")
@@ -207,8 +207,9 @@ class Speeds:
 
     def config_of(self, settings: Settings) -> EngineConfig:
         """What of the settings an engine has. Raises ConfigError."""
-        threads = {"runtime.threads": threads_of(settings.options, self._base)}
-        return self._base.with_options({**settings.engine_options, **LEAVES_NOTHING, **threads})
+        # Instances that have more threads than others take what the others do.
+        threads = self._base.runtime.threads or max(1, usable_cores() // settings.num_instances)
+        return settings.engine(self._base).with_options({**LEAVES_NOTHING, "runtime.threads": threads})
 
     def _config(self, settings: Settings) -> EngineConfig:
         return self.config_of(settings).with_options({"cache.memory": self._memory})
@@ -218,19 +219,6 @@ class Speeds:
         with open_model(self._path) as checkpoint:
             resolved, _ = resolve(config, checkpoint.shape, checkpoint, find_calibration(self._path, config))
         return settings_of(self._model_id, resolved)
-
-
-def threads_of(options: Mapping[str, Value], base: EngineConfig) -> int:
-    """Threads of each instance; those that have more than others take what the others do."""
-    if base.runtime.threads is not None:
-        return base.runtime.threads
-    return max(1, usable_cores() // num_instances(options))
-
-
-def num_instances(options: Mapping[str, Value]) -> int:
-    """Engines that there are."""
-    roles = (options.get(f"cluster.{role}") or 0 for role in ("prefill", "decode", "mixed"))
-    return max(1, sum(int(count) for count in roles))
 
 
 def disk_link(config: TiersConfig) -> Link | None:

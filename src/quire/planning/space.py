@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from quire.cache.codecs import CODECS, DENSE
-from quire.config import SchedulerConfig
+from quire.config import ClusterConfig, EngineConfig, SchedulerConfig
 
 Value = str | int | float | bool | None
 
@@ -212,10 +212,24 @@ class Settings:
         """Settings by key."""
         return {key: value for choice in self.choices for key, value in choice.options}
 
+    def engine(self, base: EngineConfig) -> EngineConfig:
+        """An engine's configuration with these settings. Raises ConfigError."""
+        own = {key: value for key, value in self.options.items() if not key.startswith(NOT_OF_ENGINES)}
+        return base.with_options(own)
+
+    def cluster(self, base: ClusterConfig) -> ClusterConfig:
+        """The instances with these settings. Raises ConfigError."""
+        return base.with_options(self.options)
+
     @property
-    def engine_options(self) -> dict[str, Value]:
-        """The settings of an engine among them."""
-        return {key: value for key, value in self.options.items() if not key.startswith(NOT_OF_ENGINES)}
+    def num_instances(self) -> int:
+        """Engines."""
+        return max(1, sum(int(self.options.get(f"cluster.{role}") or 0) for role in ("prefill", "decode", "mixed")))
+
+    @property
+    def division(self) -> tuple[int, int]:
+        """GPUs of an instance that share a stage, and stages."""
+        return int(self.options.get("parallel.tp") or 1), int(self.options.get("parallel.pp") or 1)
 
     def of(self, axis: str) -> Choice:
         """The choice of an axis."""
