@@ -24,12 +24,12 @@ from quire.config import EngineConfig
 from quire.engine.build import resolve
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
-from quire.planning.fitted import fit
-from quire.planning.latency import LatencyModel
-from quire.planning.slo import Slo
-from quire.planning.traces import read_workload
 from quire.simulation.bulk import simulate_bulk
 from quire.simulation.engine import Plan
+from quire.timing.latency import LatencyModel
+from quire.workload.fitted import fit
+from quire.workload.slo import Slo
+from quire.workload.traces import read_workload
 
 MADE_UP = LatencyModel(
     {}, {"base": 0.008, "rows_from_1": 1e-4, "prompt_pairs": 2e-8, "context": 1e-7}, (1,), {}, {}

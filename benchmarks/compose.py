@@ -42,8 +42,8 @@ from quire.config import (  # noqa: E402
     sources,
 )
 from quire.errors import QuireError  # noqa: E402
-from quire.planning.slo import Slo  # noqa: E402
 from quire.safe_io import read_given_text  # noqa: E402
+from quire.workload.slo import Slo  # noqa: E402
 
 TEXT = "wiki.test.raw"
 MEMORY = "plan.memory"

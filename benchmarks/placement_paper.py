@@ -26,7 +26,7 @@ import numpy as np
 from common import ROOT, format_table
 
 from quire.planning.queueing import poisson_arrivals
-from quire.planning.workload import Arrivals, Floats, Ints, Workload
+from quire.workload.workload import Arrivals, Floats, Ints, Workload
 
 CASES = {
     "opt-13b": ("ShareGPT", 755, 200, 0.25, 0.1, "2 x 1; 1 x 1"),

@@ -37,8 +37,8 @@ from quire.evaluation.auto_local import machine_of
 from quire.evaluation.curves import Quality, Text
 from quire.planning.curves import Loss
 from quire.planning.space import Settings, Space
-from quire.planning.traces import read_workload, tokens
-from quire.planning.workload import Arrival, Workload
+from quire.workload.traces import read_workload, tokens
+from quire.workload.workload import Arrival, Workload
 
 VOCABULARY = range(1000, 20000)
 TRACES = {

@@ -46,17 +46,17 @@ from quire.engine.capacity import MeasuredCapacity
 from quire.load import find_calibration
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
-from quire.planning.latency import LatencyModel, Link
-from quire.planning.latency_fit import fit
-from quire.planning.slo import Slo
 from quire.planning.step_log import Logged, read_steps
-from quire.planning.traces import read_workload, tokens
-from quire.planning.workload import Arrival, Workload
 from quire.simulation.cluster import Alone, Front, Place, SimulatedCluster
 from quire.simulation.engine import Plan, make_engine
 from quire.simulation.events import Events
 from quire.simulation.outcome import Outcome
 from quire.simulation.simulate import simulate
+from quire.timing.latency import LatencyModel, Link
+from quire.timing.latency_fit import fit
+from quire.workload.slo import Slo
+from quire.workload.traces import read_workload, tokens
+from quire.workload.workload import Arrival, Workload
 
 VOCABULARY = range(1000, 20000)
 TRACES = {"conv": "AzureLLMInferenceTrace_conv.csv", "code": "AzureLLMInferenceTrace_code.csv"}

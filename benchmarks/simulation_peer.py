@@ -45,9 +45,9 @@ from common import format_table, hardware, hardware_line
 from simulation_fidelity import Simulated, kept_load, knee, prompts_of
 
 from quire.cache.ledger import PAGE_TOKENS
-from quire.planning.latency import BASE, ROWS, TERMS, LatencyModel
-from quire.planning.slo import Slo
-from quire.planning.workload import Floats, Workload
+from quire.timing.latency import BASE, ROWS, TERMS, LatencyModel
+from quire.workload.slo import Slo
+from quire.workload.workload import Floats, Workload
 
 RUN_VIDUR = Path(__file__).resolve().parent / "peers" / "run_vidur.py"
 

@@ -51,7 +51,7 @@ from trace_replay import TraceReplay, add_trace, count_chunks, count_matches, fi
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.llm import LLM
-from quire.planning.traces import TraceRequest, read_trace
+from quire.workload.traces import TraceRequest, read_trace
 
 DISK = "disk"
 SIDES = (DROPPING, DISK)

@@ -40,7 +40,7 @@ from quire.engine.sizes import slab_bytes
 from quire.errors import ConfigError, ModelError, QuireError
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
-from quire.planning.traces import HASHED_TOKENS, TELLING_TOKENS, TraceRequest, read_trace
+from quire.workload.traces import HASHED_TOKENS, TELLING_TOKENS, TraceRequest, read_trace
 
 if TYPE_CHECKING:
     from quire.llm import LLM

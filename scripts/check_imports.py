@@ -18,12 +18,12 @@ from pathlib import Path
 # A module may import its own layer and those before it. A package is a layer; a dotted name is one module of its own
 # layer, without what lies below it: the registry of codecs is read by the configuration.
 LAYERS = (
-    "version", "errors", "records", "safe_io", "extras", "interrupt", "rate_limited_warning", "parent_watch",
+    "version", "errors", "safe_io", "records", "extras", "interrupt", "rate_limited_warning", "parent_watch",
     "gc_pause", "folders", "cache.codecs", "foreign_flags", "arguments", "options", "config", "kernels", "models",
-    "cache", "stores", "attention", "offload", "structured", "engine", "tools", "planning", "calibrate", "codec_check",
-    "load", "inspection", "diagnosis", "background_calibration", "prefixes", "engine_thread", "llm",
-    "prefixes.async_prefixes", "async_llm", "batch_files", "cluster", "simulation", "evaluation", "server", "cli",
-    "__main__",
+    "cache", "workload", "timing", "stores", "attention", "offload", "structured", "engine", "tools", "planning",
+    "calibrate", "codec_check", "load", "inspection", "diagnosis", "background_calibration", "prefixes",
+    "engine_thread", "llm", "prefixes.async_prefixes", "async_llm", "batch_files", "cluster", "simulation",
+    "evaluation", "server", "cli", "__main__",
 )  # fmt: skip
 
 # Packages that cost start-up time or are not installed everywhere, and the modules that may import them at the top.

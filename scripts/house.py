@@ -39,7 +39,7 @@ ALLOWED_SIZES: dict[str, str] = {}
 """Functions and classes that may be larger, such as `cache/tree.py:PrefixTree.walk`, with the reasons."""
 
 EXEMPT = (
-    "planning/", "simulation/", "evaluation/",
+    "workload/", "timing/", "planning/", "simulation/", "evaluation/",
     # The planner of offloading. The modules of `offload` that run a plan, and the engine, import nothing of it but the
     # class `Policy` of costs.py.
     "offload/costs.py", "offload/fit.py", "offload/hardware.py", "offload/paper.py", "offload/planner.py",

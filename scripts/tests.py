@@ -59,7 +59,7 @@ BUDGETS = {
     "engine": 105, "server": 105, "kernels": 60, "cache": 50, "cluster": 50, "structured": 35, "models": 35, "cli": 22,
     "offload": 25, "calibrate": 20, "root": 20, "stores": 20, "scripts": 20, "tools": 15,
     "attention": 2, "batch_files": 3, "prefixes": 7,
-    "planning": 30, "simulation": 30, "evaluation": 30, "benchmarks": 55,
+    "workload": 10, "timing": 10, "planning": 20, "simulation": 30, "evaluation": 30, "benchmarks": 55,
 }  # fmt: skip
 """Processor seconds that the tests of each folder may take in a short run. Without the last row they add up to ten
 minutes, which two cores do in five. root: tests of modules outside packages."""

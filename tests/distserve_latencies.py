@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
-from quire.planning.latency import Origin, StepWork
+from quire.timing.latency import Origin, StepWork
 
 MILLI = 1e-3
 
@@ -79,7 +79,7 @@ def coefficients_of(model: str, tp: int) -> Coefficients:
 
 @dataclass(frozen=True)
 class PaperModel:
-    """The latencies of DistServe's simulator. See Latency.
+    """The latencies of DistServe's simulator. See StepTime.
 
     pp  stages of the pipeline. A prompt passes all of them one after the other. Decoding sequences are divided into as
         many batches, of which each stage computes one, so that a step is the way of one batch through all stages
@@ -98,7 +98,7 @@ class PaperModel:
         return Origin.FITTED
 
     def seconds(self, work: StepWork) -> float:
-        """See Latency."""
+        """See StepTime."""
         found = self.pp * self._stage(work) if work.prompt_rows else 0.0
         if work.decode_rows:
             batches = min(self.pp, work.decode_rows)
@@ -106,11 +106,11 @@ class PaperModel:
         return found
 
     def occupancy(self, work: StepWork) -> float:
-        """See Latency. Prompts keep a stage busy for its share and a millisecond per stage."""
+        """See StepTime. Prompts keep a stage busy for its share and a millisecond per stage."""
         return self._stage(work) if work.prompt_rows and not work.decode_rows else self.seconds(work)
 
     def quiet(self, work: StepWork, count: int) -> float:
-        """See Latency. Exact, because a step is linear in its context."""
+        """See StepTime. Exact, because a step is linear in its context."""
         assert not work.prompt_rows, f"a quiet step with {work.prompt_rows} rows of prompts"
         batches = min(self.pp, max(1, work.decode_rows))
         _, token, _ = self.coefficients.line(work.decode_rows / batches)
@@ -118,7 +118,7 @@ class PaperModel:
         return count * self.seconds(work) + growth * (count * (count - 1) / 2)
 
     def covers(self, work: StepWork) -> bool:
-        """See Latency: prompts or decoding sequences, with lengths that OPT has."""
+        """See StepTime: prompts or decoding sequences, with lengths that OPT has."""
         if work.prompt_rows and work.decode_rows:
             return False
         return work.context <= MOST_TOKENS * work.decode_rows and work.prompt_rows <= MOST_TOKENS * work.num_prompts
@@ -131,7 +131,7 @@ class PaperModel:
 
 @dataclass(frozen=True)
 class AppendixModel:
-    """The latencies of the paper's Appendix A, on one GPU. See Latency.
+    """The latencies of the paper's Appendix A, on one GPU. See StepTime.
 
         prefill = c1 (4 t h^2 + 2 t h m) + c2 3 h t2 / b + c3        decode = c4 (4 h^2 + 2 h m) + c5 3 h t
 
@@ -174,7 +174,7 @@ class AppendixModel:
         return Origin.FITTED
 
     def seconds(self, work: StepWork) -> float:
-        """See Latency."""
+        """See StepTime."""
         weights, reads, found = 4 * self.hidden**2 + 2 * self.hidden * self.ffn, 3 * self.hidden, 0.0
         if work.prompt_rows:
             attention = self.c2 * reads * 2 * work.prompt_pairs / self.tile
@@ -184,15 +184,15 @@ class AppendixModel:
         return found
 
     def occupancy(self, work: StepWork) -> float:
-        """See Latency. One GPU is no pipeline."""
+        """See StepTime. One GPU is no pipeline."""
         return self.seconds(work)
 
     def quiet(self, work: StepWork, count: int) -> float:
-        """See Latency. Exact, because a step is linear in its context."""
+        """See StepTime. Exact, because a step is linear in its context."""
         assert not work.prompt_rows, f"a quiet step with {work.prompt_rows} rows of prompts"
         growth = self.c5 * 3 * self.hidden * work.decode_rows
         return count * self.seconds(work) + growth * (count * (count - 1) / 2)
 
     def covers(self, work: StepWork) -> bool:
-        """See Latency: prompts or decoding sequences."""
+        """See StepTime: prompts or decoding sequences."""
         return not (work.prompt_rows and work.decode_rows)

@@ -31,7 +31,6 @@ from quire.models.decoder import build_model
 from quire.models.layers import TorchOps, torch_dtype
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer
-from quire.planning.latency import LatencyModel, Link
 from quire.simulation.arrivals import Arrivals, Disk, LateReads
 from quire.simulation.cluster import Place, SimulatedCluster
 from quire.simulation.engine import EngineLoop, EngineOf, Plan, StoresOf, make_engine, no_stores, with_stores
@@ -39,6 +38,7 @@ from quire.simulation.events import Events, StepClock
 from quire.simulation.instance import SimulatedInstance
 from quire.stores.memory import MemoryStore
 from quire.stores.tiers import Tiers
+from quire.timing.latency import LatencyModel, Link
 
 from .engines import made_up_calibration
 from .tiny_models import BOS, EOS, RandomWeights, byte_tokenizer, tiny_shape

@@ -27,13 +27,13 @@ from quire.offload.files import read_policy
 from quire.offload.profile import read_profile
 from quire.planning.cluster_file import read_cluster
 from quire.planning.curves import read_curve
-from quire.planning.latency import LatencyModel
 from quire.planning.placement_file import read_placement
 from quire.planning.step_log import read_steps
-from quire.planning.traces import read_trace, read_workload
 from quire.prefixes.importing import open_archive
 from quire.safe_io import NotRegularError, atomic_write, open_file, parse_json
 from quire.server.auth import ApiKeys
+from quire.timing.latency import LatencyModel
+from quire.workload.traces import read_trace, read_workload
 from tests.tiny_models import save_tokenizer
 
 Reader = Callable[[Path], object]

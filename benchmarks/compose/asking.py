@@ -11,8 +11,8 @@ from typing import NamedTuple
 from systems import Load
 
 from quire.errors import ConfigError
-from quire.planning.traces import read_workload, tokens
-from quire.planning.workload import Workload
+from quire.workload.traces import read_workload, tokens
+from quire.workload.workload import Workload
 
 TRACE_REQUESTS = 2000
 """Of a trace, its first ones."""

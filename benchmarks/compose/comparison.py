@@ -25,8 +25,8 @@ from quire.evaluation.perplexity import CONTINUATION, Perplexity, cut_windows, m
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import load_tokenizer
 from quire.models.weights import open_model
-from quire.planning.slo import Slo
 from quire.version import __version__
+from quire.workload.slo import Slo
 
 SLO_FACTOR = 10.0
 """Latency targets that are not given, relative to the latencies of requests that are alone with nothing on."""

@@ -31,11 +31,11 @@ from quire.load import calibration_for
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
 from quire.offload.memory_plan import MemoryPlan
-from quire.planning.latency import Link, Origin, StepWork
 from quire.simulation.arrivals import Arrivals
 from quire.simulation.cluster import Answered, Place, SimulatedCluster
 from quire.simulation.engine import Plan, check_simulated, make_engine
 from quire.simulation.events import Events, StepClock
+from quire.timing.latency import Link, Origin, StepWork
 
 MOST_RUNNING = 4096
 """Sequences at once that are tried, where the cache is not what limits them."""
@@ -63,20 +63,20 @@ class Held:
 
 
 class Instant:
-    """A `Latency` without meaning: what waits does not depend on it."""
+    """A `StepTime` without meaning: what waits does not depend on it."""
 
     origin = Origin.MODELLED
 
     def seconds(self, work: StepWork) -> float:
-        """See Latency."""
+        """See StepTime."""
         return STEP_SECONDS
 
     def occupancy(self, work: StepWork) -> float:
-        """See Latency."""
+        """See StepTime."""
         return STEP_SECONDS
 
     def quiet(self, work: StepWork, count: int) -> float:
-        """See Latency."""
+        """See StepTime."""
         return STEP_SECONDS * count
 
     def covers(self, work: StepWork) -> bool:

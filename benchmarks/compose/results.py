@@ -10,7 +10,7 @@ import numpy as np
 from systems import NONE, Load, Systems, name_of, note_of
 
 from quire.config import format_bytes
-from quire.planning.slo import Slo
+from quire.workload.slo import Slo
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,38 @@
-"""Dataclasses from JSON objects: every value is checked, and every error names the field."""
+"""Dataclasses from JSON files and objects: every value is checked, and every error names the file and the field."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.errors import ConfigError
+from quire.safe_io import parse_json, read_text
 
 Made = TypeVar("Made")
+
+
+def read_fields(path: Path, what: str) -> Any:
+    """What a JSON file holds. Raises ConfigError that names the file if it cannot be read. what: the file is."""
+    try:
+        return parse_json(read_text(path), parse_constant=_refuse)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what} {path}: not a file that can be read ({error})") from None
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number")
+
+
+def formatted(kind: type[Made], fields: Any, wanted: int, made_by: str) -> Made:
+    """A dataclass from a JSON object that has a number of its format beside its fields. Raises ConfigError.
+
+    made_by  what has this format and how it is made, for people
+    """
+    if not isinstance(fields, dict) or fields.get("format") != wanted:
+        raise ConfigError(f"not {made_by}")
+    return made(kind, {name: value for name, value in fields.items() if name != "format"})
 
 
 def made(kind: type[Made], fields: Any) -> Made:

@@ -12,7 +12,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.planning.slo import Slo
+from quire.workload.slo import Slo
 from tests.benchmark_scripts import benchmark
 from tests.engines import keep_calibration
 from tests.tiny_models import save_tiny

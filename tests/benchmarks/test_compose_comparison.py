@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError, QuireError
-from quire.planning.slo import Slo
+from quire.workload.slo import Slo
 from tests.benchmark_scripts import benchmark
 from tests.benchmarks.test_compose import LOAD, MIB, TINY, Recipe, Served, Stage, asked, systems
 from tests.benchmarks.test_compose import model as model

@@ -21,7 +21,7 @@ from quire.cache.costs import Costs
 from quire.config import EngineConfig
 from quire.engine.build import resolve
 from quire.models.weights import open_model
-from quire.planning.traces import TraceRequest, read_trace
+from quire.workload.traces import TraceRequest, read_trace
 from tests.benchmark_scripts import benchmark
 from tests.effort import tries
 from tests.tiny_models import save_tiny

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from quire.planning.traces import TraceRequest, read_trace, read_workload
-from quire.planning.workload import Arrival, Span, Workload
+from quire.workload.traces import TraceRequest, read_trace, read_workload
+from quire.workload.workload import Arrival, Span, Workload
 from tests.benchmark_scripts import benchmark
 from tests.effort import IS_FULL, full_only, tries
 from tests.tiny_models import save_tiny

@@ -17,8 +17,8 @@ from quire.config import EngineConfig
 from quire.evaluation import Perplexity, Retrieval, perplexity
 from quire.evaluation.curves import Quality
 from quire.evaluation.plot import save_plot
-from quire.planning.latency import Origin
 from quire.planning.space import Machine, Space
+from quire.timing.latency import Origin
 
 from ..effort import full_only
 from ..real_model import embedded_gguf

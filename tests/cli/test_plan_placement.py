@@ -18,19 +18,19 @@ from quire.cluster.placements import shared_options
 from quire.config import EngineConfig
 from quire.evaluation import placements
 from quire.planning.cluster_file import ClusterSpec, Network, Nodes
-from quire.planning.devices import DEVICES
 from quire.planning.divisions import Option
-from quire.planning.fitted import fit
 from quire.planning.goodput import Goodput
-from quire.planning.latency import LatencyModel, Link, StepWork
 from quire.planning.placement_file import Gpus, Hosts, Placement, Why, read_placement
-from quire.planning.slo import Slo
-from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation import search
 from quire.simulation.hardware import Target
 from quire.simulation.load import Load
 from quire.simulation.search import OnCores, OnGpus, OptionTrials
 from quire.simulation.setup import LINKS, Setup
+from quire.timing.devices import DEVICES
+from quire.timing.latency import LatencyModel, Link, StepWork
+from quire.workload.fitted import fit
+from quire.workload.slo import Slo
+from quire.workload.workload import Arrival, Span, Workload
 from tests.tiny_models import save_tiny
 
 GIB = 1 << 30

@@ -17,14 +17,14 @@ import pytest
 
 from quire.cli import main, simulation_common
 from quire.config import ClusterConfig, EngineConfig
-from quire.planning.fitted import fit
-from quire.planning.kept_latencies import kept_folder
-from quire.planning.latency import LatencyModel
 from quire.planning.placement_file import Instances, Placement, Predicted
-from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.load import Load
 from quire.simulation.run import Run
 from quire.simulation.setup import LocalModel, Setup
+from quire.timing.kept_latencies import kept_folder
+from quire.timing.latency import LatencyModel
+from quire.workload.fitted import fit
+from quire.workload.workload import Arrival, Span, Workload
 from tests.tiny_models import save_tiny
 
 COEFFICIENTS = {"base": 0.004, "rows_from_1": 4e-4, "prompt_pairs": 1e-7, "context": 1e-6}

@@ -22,11 +22,11 @@ from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, QuireError
 from quire.evaluation.latency_bench import settings_of
 from quire.planning.drift import Patience
-from quire.planning.kept_latencies import keep, kept_folder
-from quire.planning.latency import LatencyModel
 from quire.planning.placement_file import Instances, Placement, Predicted
-from quire.planning.workload import Workload
 from quire.simulation.setup import LocalModel
+from quire.timing.kept_latencies import keep, kept_folder
+from quire.timing.latency import LatencyModel
+from quire.workload.workload import Workload
 
 from ..clusters import SMALL, RunningCluster, ThreadedInstances
 from ..tiny_models import save_tiny

@@ -23,12 +23,12 @@ from quire.evaluation.speeds import Speeds
 from quire.evaluation.trying import Slices, fresh_seeds
 from quire.planning.auto import Rung, Trial
 from quire.planning.curves import Curve
-from quire.planning.fitted import fit
-from quire.planning.latency import Origin, StepWork
 from quire.planning.space import Machine, Settings, Space
-from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.load import Load
 from quire.simulation.setup import LINKS, LocalModel
+from quire.timing.latency import Origin, StepWork
+from quire.workload.fitted import fit
+from quire.workload.workload import Arrival, Span, Workload
 from tests.benchmark_scripts import benchmark
 from tests.planning.test_auto import chosen, latency
 from tests.tiny_models import save_tiny

@@ -15,8 +15,8 @@ from quire.errors import ConfigError
 from quire.evaluation import curves as measuring
 from quire.evaluation.curves import Quality, Text
 from quire.planning.curves import Curve
-from quire.planning.latency import Origin
 from quire.planning.space import Machine, Settings, Space
+from quire.timing.latency import Origin
 from tests.planning.test_curves import model as model
 from tests.planning.test_curves import settings_of
 

@@ -15,9 +15,9 @@ from quire.evaluation.latency_bench import retention_text, settings_of
 from quire.evaluation.latency_points import Point
 from quire.evaluation.latency_steps import Measurement, Visit, measure
 from quire.models.fingerprint import fingerprint
-from quire.planning.kept_latencies import kept_folder, kept_models
-from quire.planning.latency import KINDS, LatencyModel, StepWork, mismatch
-from quire.planning.latency_fit import fit
+from quire.timing.kept_latencies import kept_folder, kept_models
+from quire.timing.latency import KINDS, LatencyModel, StepWork, mismatch
+from quire.timing.latency_fit import fit
 from tests.engines import make_engine
 from tests.tiny_models import save_tiny
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from quire.evaluation.speeds import LEAST_SECONDS, Speeds
-from quire.planning.composed import grid
-from quire.planning.latency import Origin, StepWork
 from quire.planning.space import Machine, Settings, Space
+from quire.timing.composed import grid
+from quire.timing.latency import Origin, StepWork
 from tests.evaluation.test_auto import folder as folder
 from tests.evaluation.test_auto import known as known
 from tests.evaluation.test_auto import planner_from

@@ -13,9 +13,9 @@ import pytest
 from quire.planning.auto import BATCH, NoPlanError, Rung, Search, Trial, is_open
 from quire.planning.curves import NOTHING, Loss
 from quire.planning.goodput import Goodput, Verdict
-from quire.planning.latency import LatencyModel, Origin
 from quire.planning.points import Found, Point, Room, Tried, Why, beats, covers
 from quire.planning.space import RUNNING, Machine, Settings, Space
+from quire.timing.latency import LatencyModel, Origin
 
 SPACE = Space.of(Machine(cores=2, is_packed=True))
 RUNGS = (Rung(10, 0.1, 16), Rung(20, 0.05, 8), Rung(40, 0.02, 4, confirms=True))

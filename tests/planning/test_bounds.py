@@ -11,17 +11,17 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.build import resolve
-from quire.planning.analytic import MODELS, AnalyticModel
 from quire.planning.bounds import Asked, Bound
-from quire.planning.devices import DEVICES
-from quire.planning.latency import Latency, LatencyModel, StepWork, pairs_of
-from quire.planning.slo import ANYTHING, Slo
-from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.attains import bound_of, ceiling_of
 from quire.simulation.bulk import simulate_bulk
 from quire.simulation.engine import Plan
 from quire.simulation.run import run_of
 from quire.simulation.setup import Replicas, Setup
+from quire.timing.analytic import MODELS, AnalyticModel
+from quire.timing.devices import DEVICES
+from quire.timing.latency import LatencyModel, StepTime, StepWork, pairs_of
+from quire.workload.slo import ANYTHING, Slo
+from quire.workload.workload import Arrival, Span, Workload
 from tests.effort import tries
 from tests.engines import chunk_bytes
 from tests.tiny_models import tiny_shape
@@ -35,16 +35,16 @@ FITTED = LatencyModel(
 )  # fmt: skip
 
 
-def latencies() -> list[Latency]:
+def latencies() -> list[StepTime]:
     model, device = MODELS["opt-13b"], DEVICES["a100-80g"]
     return [FITTED, *(AnalyticModel(model, device, tp, pp) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 4), (1, 8)))]
 
 
-def names(latency: Latency) -> str:
+def names(latency: StepTime) -> str:
     return f"tp {latency.tp} pp {latency.pp}" if isinstance(latency, AnalyticModel) else "fitted"
 
 
-def plan_of(latency: Latency, window: int | None = None, **options: Any) -> Plan:
+def plan_of(latency: StepTime, window: int | None = None, **options: Any) -> Plan:
     config = EngineConfig.from_options({
         "model.dtype": "float32", "runtime.device": "cpu", "runtime.threads": 1,
         "cache.memory": 2000 * chunk_bytes(SHAPE), "scheduler.max_running": BATCH, "scheduler.token_budget": BUDGET,
@@ -66,7 +66,7 @@ def load(seed: int, count: int, rate: float, num_out: int | None = None) -> Work
 
 @pytest.mark.parametrize("seed", range(tries(2)))
 @pytest.mark.parametrize("latency", latencies(), ids=names)
-def test_what_arrives_at_once_takes_at_least_as_long_as_the_bound_says(latency: Latency, seed: int) -> None:
+def test_what_arrives_at_once_takes_at_least_as_long_as_the_bound_says(latency: StepTime, seed: int) -> None:
     bound = Bound(latency, BUDGET, BATCH)
     for num_out in (None, 1):
         workload = load(seed, 100, 1e6, num_out)
@@ -78,7 +78,7 @@ def test_what_arrives_at_once_takes_at_least_as_long_as_the_bound_says(latency: 
 
 
 @pytest.mark.parametrize("latency", latencies(), ids=names)
-def test_a_bound_of_zero_is_right(latency: Latency) -> None:
+def test_a_bound_of_zero_is_right(latency: StepTime) -> None:
     """Targets from what requests really get when they come alone: those that half of them meet are not excluded."""
     workload = load(7, 60, 1e-3)
     outcome = simulate_bulk(workload, plan_of(latency), 1)
@@ -93,7 +93,7 @@ def test_a_bound_of_zero_is_right(latency: Latency) -> None:
 
 @pytest.mark.parametrize("latency", latencies(), ids=names)
 @pytest.mark.parametrize("seed", range(tries(5)))
-def test_a_step_with_a_prompt_is_no_faster_with_more_work(latency: Latency, seed: int) -> None:
+def test_a_step_with_a_prompt_is_no_faster_with_more_work(latency: StepTime, seed: int) -> None:
     rng = np.random.default_rng(seed)
     for _ in range(50):
         rows, batch = int(rng.integers(1, 512)), int(rng.integers(0, 40))

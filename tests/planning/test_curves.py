@@ -25,8 +25,8 @@ from quire.planning.curves import (
     read_curve,
     summed,
 )
-from quire.planning.latency import Origin
 from quire.planning.space import Machine, Settings, Space
+from quire.timing.latency import Origin
 from tests.tiny_models import save_tiny
 
 SPACE = Space.of(Machine(cores=2, is_packed=True))

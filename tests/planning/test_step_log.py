@@ -15,8 +15,8 @@ from quire.engine.engine import Engine
 from quire.engine.machine import hardware_of, processor_name
 from quire.errors import ConfigError
 from quire.kernels import runtime
-from quire.planning.latency import StepWork
 from quire.planning.step_log import StepLog, read_steps
+from quire.timing.latency import StepWork
 from tests.engines import GREEDY, make_engine
 from tests.tiny_models import tiny_shape
 

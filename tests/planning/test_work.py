@@ -10,8 +10,8 @@ import pytest
 from quire.cache.ledger import PAGE_TOKENS
 from quire.engine.params import SamplingParams
 from quire.engine.step import Result, Slice, Step
-from quire.planning.latency import StepWork
 from quire.planning.work import WorkMeter
+from quire.timing.latency import StepWork
 from tests.engines import make_engine
 
 

@@ -12,15 +12,15 @@ import pytest
 from quire.cluster.members import Member
 from quire.config import EngineConfig
 from quire.engine.build import resolve
-from quire.planning.latency import LatencyModel, Link, Origin, StepWork
-from quire.planning.slo import Slo
-from quire.planning.traces import tokens
-from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.bulk import simulate_bulk
 from quire.simulation.cluster import Alone, Place, SimulatedCluster
 from quire.simulation.engine import Plan, make_engine
 from quire.simulation.outcome import Outcome
 from quire.simulation.simulate import simulate
+from quire.timing.latency import LatencyModel, Link, Origin, StepWork
+from quire.workload.slo import Slo
+from quire.workload.traces import tokens
+from quire.workload.workload import Arrival, Span, Workload
 from tests.effort import tries
 from tests.engines import chunk_bytes
 from tests.tiny_models import tiny_shape

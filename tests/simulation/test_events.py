@@ -13,9 +13,6 @@ import pytest
 from quire.cluster.bodies import PullExtents
 from quire.cluster.messages import Attempt
 from quire.cluster.outgoing_pages import OutgoingPages
-from quire.planning.latency import LatencyModel, Link
-from quire.planning.traces import tokens
-from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.arrivals import Arrivals, Disk, LateReads
 from quire.simulation.cluster import Place, SimulatedCluster
 from quire.simulation.engine import Plan, make_engine, with_stores
@@ -23,6 +20,9 @@ from quire.simulation.events import Events, StepClock
 from quire.simulation.instance import Network, SimulatedInstance
 from quire.simulation.outcome import Outcome
 from quire.simulation.simulate import simulate
+from quire.timing.latency import LatencyModel, Link
+from quire.workload.traces import tokens
+from quire.workload.workload import Arrival, Span, Workload
 from tests.simulation.test_bulk import LATENCY, plan_of
 
 STEP = 0.01

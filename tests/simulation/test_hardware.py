@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from quire.config import ClusterConfig, EngineConfig
-from quire.planning.analytic import MODELS
-from quire.planning.devices import DEVICES
-from quire.planning.latency import Link
 from quire.simulation.hardware import Target, shape_of
+from quire.timing.analytic import MODELS
+from quire.timing.devices import DEVICES
+from quire.timing.latency import Link
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "llama-3-8b"])

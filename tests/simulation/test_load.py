@@ -9,13 +9,13 @@ import numpy as np
 
 from quire.config import ClusterConfig
 from quire.planning.bounds import Asked
-from quire.planning.fitted import fit
-from quire.planning.slo import ANYTHING, Slo
 from quire.simulation.attains import CLEARLY, bound_of, ceiling_of
 from quire.simulation.load import Load
 from quire.simulation.pool import InProcess, Workers
 from quire.simulation.run import Run
 from quire.simulation.setup import Setup
+from quire.workload.fitted import fit
+from quire.workload.slo import ANYTHING, Slo
 from tests.cli.test_simulate import fitted as fitted
 from tests.cli.test_simulate import folder as folder
 from tests.cli.test_simulate import local as local

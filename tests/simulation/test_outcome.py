@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.planning.latency import LatencyModel, Origin, StepWork
 from quire.planning.queueing import waits
-from quire.planning.slo import Slo
-from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.attains import Attains
 from quire.simulation.bulk import simulate_bulk
 from quire.simulation.cluster import Alone
 from quire.simulation.engine import make_engine
 from quire.simulation.outcome import Outcome, Used
 from quire.simulation.simulate import simulate
+from quire.timing.latency import LatencyModel, Origin, StepWork
+from quire.workload.slo import Slo
+from quire.workload.workload import Arrival, Span, Workload
 from tests.benchmark_scripts import benchmark
 from tests.simulation.test_bulk import plan_of
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from quire.config import ClusterConfig
-from quire.planning.fitted import fit
 from quire.planning.goodput import Goodput
-from quire.planning.slo import Slo
-from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.attains import noted
 from quire.simulation.load import Load
 from quire.simulation.parts import Parts, arriving, prompts_of
 from quire.simulation.run import Run, quickly
 from quire.simulation.setup import Setup
+from quire.workload.fitted import fit
+from quire.workload.slo import Slo
+from quire.workload.workload import Arrival, Span, Workload
 from tests.cli.test_simulate import folder as folder
 from tests.cli.test_simulate import local as local
 from tests.cli.test_simulate import made_workload

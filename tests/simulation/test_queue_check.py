@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from quire.planning.divisions import Division, Role
-from quire.planning.latency import StepWork
-from quire.planning.slo import Slo
-from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.load import Load
 from quire.simulation.queue_check import prompt_seconds, queue_check
+from quire.timing.latency import StepWork
+from quire.workload.slo import Slo
+from quire.workload.workload import Arrival, Span, Workload
 from tests.benchmark_scripts import benchmark
 from tests.cli.test_plan_placement import _quick as _quick
 from tests.cli.test_plan_placement import latency, planner

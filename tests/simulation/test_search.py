@@ -14,14 +14,14 @@ from quire.planning.divisions import Division, Option, Pair, Role
 from quire.planning.goodput import Verdict
 from quire.planning.placement import PlacementError
 from quire.planning.placement_file import Instances, Placement, Predicted
-from quire.planning.slo import Slo
-from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation import parts
 from quire.simulation.load import Load
 from quire.simulation.parts import Parts, begun, decoded
 from quire.simulation.run import Run, quickly
 from quire.simulation.search import OptionTrials
 from quire.simulation.setup import Setup
+from quire.workload.slo import Slo
+from quire.workload.workload import Arrival, Span, Workload
 from tests.cli.test_plan_placement import _quick as _quick
 from tests.cli.test_plan_placement import made_workload, planner
 

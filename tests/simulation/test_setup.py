@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from quire.config import ClusterConfig, EngineConfig
-from quire.planning.latency import Link
 from quire.planning.placement_file import Instances, Placement, Predicted
 from quire.simulation.cluster import SimulatedCluster
 from quire.simulation.events import Events
 from quire.simulation.setup import LINKS, Setup, Ways, tiers_of
+from quire.timing.latency import Link
 from tests.cli.test_simulate import folder as folder
 from tests.cli.test_simulate import four_cores as four_cores
 from tests.cli.test_simulate import local as local

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from quire.evaluation.latency_bench import FittedSteps
-    from quire.planning.latency import LatencyModel
-    from quire.planning.latency_fit import Record
+    from quire.timing.latency import LatencyModel
+    from quire.timing.latency_fit import Record
 
 POINTS = ("prompt", "prefix", "decode")
 """The kinds of `quire.evaluation.latency_points`, which takes a second to import."""
@@ -81,8 +81,8 @@ def _report(args: argparse.Namespace, found: FittedSteps, console: Console) -> l
 
 
 def _print(model: LatencyModel, rows: list[dict[str, Any]], console: Console) -> None:
-    from quire.planning.latency import QUANTILES
-    from quire.planning.latency_fit import describe
+    from quire.timing.latency import QUANTILES
+    from quire.timing.latency_fit import describe
 
     shared.print_table(
         ("steps", "number", "median ms", *(f"{100 * share:.0f} %" for share in QUANTILES.values()), "sum"),
@@ -120,7 +120,7 @@ def _print(model: LatencyModel, rows: list[dict[str, Any]], console: Console) ->
 def draw(file: Path, model: LatencyModel, records: Sequence[Record]) -> None:
     """Draws measured over predicted seconds, and their ratio over the rows of a step."""
     from quire.evaluation.plot import drawing, finish
-    from quire.planning.latency import KINDS
+    from quire.timing.latency import KINDS
 
     about = [str(model.about[name]) for name in ("model", "processor") if name in model.about]
     with drawing(file, 9.6, 4.0, ", ".join(about)) as figure:

@@ -25,8 +25,8 @@ from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.evaluation.auto import Planner, Tools
-    from quire.planning.slo import Slo
     from quire.simulation.load import Load
+    from quire.workload.slo import Slo
 
 OF_OFFLOAD = ("plan.gpu", "plan.cpu", "plan.disk")
 """Settings that only `quire plan offload` has."""
@@ -101,9 +101,9 @@ def planner_of(args: argparse.Namespace) -> Planner:
     from quire.evaluation.auto_local import LocalPlanner, free_bytes, machine_of
     from quire.evaluation.curves import WINDOWS, Text
     from quire.planning.auto import RUNGS
-    from quire.planning.kept_latencies import kept_folder
     from quire.planning.space import Space
     from quire.simulation.load import Load
+    from quire.timing.kept_latencies import kept_folder
 
     text = None if args.text is None else Text.read(args.text)
     load = Load.read(args.trace, RUNGS[-1].requests, fitted=True)
@@ -123,9 +123,9 @@ def _on_hardware(
     from quire.evaluation.auto import Goal
     from quire.evaluation.auto_hardware import HardwarePlanner, machine_of
     from quire.evaluation.curves import Quality
-    from quire.planning.analytic import MODELS
-    from quire.planning.devices import device_named
     from quire.planning.space import Space
+    from quire.timing.analytic import MODELS
+    from quire.timing.devices import device_named
 
     if plan.memory is not None:
         raise ConfigError("--plan.memory is for this machine; a GPU of --hardware has the memory of its data sheet")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli import shared
 from quire.config import ServeConfig, SloConfig, describe, format_bytes
 from quire.planning.points import Found, Point, Tried, Why, named
-from quire.planning.slo import finite
+from quire.workload.slo import finite
 
 if TYPE_CHECKING:
     from quire.evaluation.auto import Planner

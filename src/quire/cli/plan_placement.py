@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from quire.evaluation.placements import PlacementResult
     from quire.planning.cluster_file import ClusterSpec
     from quire.planning.placement_file import Instances, Placement
-    from quire.planning.slo import Slo
     from quire.simulation.load import Load
     from quire.simulation.search import ModelOnCluster
+    from quire.workload.slo import Slo
 
 ALGORITHMS = ("apart", "pairs", "mixed")
 """The names in `quire.planning.placement.PLACERS`, which takes a second to import."""
@@ -112,10 +112,10 @@ def model_of(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> Mode
         from quire.simulation.setup import LocalModel
 
         return OnCores(LocalModel(args.model, LatencyFiles(args.latency, args.model).of), config, cluster, longest)
-    from quire.planning.devices import DEVICES
     from quire.planning.placement_file import Gpus
     from quire.simulation.hardware import Target
     from quire.simulation.search import OnGpus
+    from quire.timing.devices import DEVICES
 
     if args.latency:
         raise ConfigError("--latency is for instances on cores; those on GPUs are modelled from data sheets")

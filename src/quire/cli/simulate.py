@@ -147,8 +147,8 @@ def _here(args: argparse.Namespace, settings: ClusterConfig, placement: Placemen
         if value is not None:
             raise ConfigError(f"{flag} is for GPUs that are not here: name them with --hardware")
     from quire.evaluation.latency_bench import LatencyFiles
-    from quire.planning.analytic import MODELS
     from quire.simulation.setup import LocalModel
+    from quire.timing.analytic import MODELS
 
     if args.model.lower() in MODELS and not Path(args.model).exists():
         raise ConfigError(f"{args.model} is a model in numbers, without weights; name GPUs for it with --hardware")
@@ -159,9 +159,9 @@ def _here(args: argparse.Namespace, settings: ClusterConfig, placement: Placemen
 
 def _on_hardware(args: argparse.Namespace, settings: ClusterConfig, placement: Placement | None) -> tuple[Setup, int]:
     """Instances with modelled latencies, and the number of their GPUs."""
-    from quire.planning.devices import device_named
     from quire.simulation.candidate import Candidate, InstanceGroup
     from quire.simulation.hardware import Target
+    from quire.timing.devices import device_named
 
     if args.latency:
         raise ConfigError("--latency is measured and --hardware is modelled; give one of them")

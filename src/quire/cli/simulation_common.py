@@ -14,9 +14,9 @@ from quire.errors import ConfigError
 from quire.options import format_number
 
 if TYPE_CHECKING:
-    from quire.planning.slo import Slo
     from quire.simulation.load import Load
     from quire.simulation.setup import Setup
+    from quire.workload.slo import Slo
 
 NOTED = 0.05
 """Both rates are printed if the rate of a simulation differs from that of its arrivals by more than this share."""
@@ -59,7 +59,7 @@ def add_search_arguments(group: Arguments, seconds: float) -> None:
 
 def slo_of(args: argparse.Namespace) -> Slo:
     """The latency targets of the command line and its file; infinite without a target."""
-    from quire.planning.slo import Slo
+    from quire.workload.slo import Slo
 
     given = SloConfig.from_flags(args)
     ttft, tpot = (math.inf if each is None else each for each in (given.ttft, given.tpot))
@@ -82,7 +82,7 @@ def check_seed(seed: int) -> None:
 
 def print_load(load: Load) -> None:
     """Prints the requests for people."""
-    from quire.planning.fitted import ACCEPTED
+    from quire.workload.fitted import ACCEPTED
 
     workload = load.workload
     rate = "all at once" if math.isinf(workload.rate) else f"{workload.rate:.4g} requests/s"

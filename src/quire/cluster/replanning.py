@@ -25,7 +25,7 @@ from quire.errors import ConfigError, QuireError
 from quire.planning.cluster_file import read_cluster
 from quire.planning.drift import Load, Patience, Replanner, Seen
 from quire.planning.placement_file import Placement, read_placement
-from quire.planning.workload import Arrival, Span, Workload
+from quire.workload.workload import Arrival, Span, Workload
 
 log = logging.getLogger("quire")
 

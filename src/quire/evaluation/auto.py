@@ -22,19 +22,19 @@ from quire.evaluation.curves import WINDOWS, Quality, Text
 from quire.evaluation.trying import Slices, Trying, fresh_seeds
 from quire.planning.auto import RUNGS, NoPlanError, Rung, Search, Trial, is_open
 from quire.planning.bounds import Bound, joint_bound
-from quire.planning.composed import profile_of
 from quire.planning.curves import BEYOND, NOTHING, Loss
-from quire.planning.fitted import fit
 from quire.planning.goodput import Goodput, Verdict
-from quire.planning.latency import Latency, Origin
 from quire.planning.points import Found, Left, Point, Room, Why
-from quire.planning.slo import ANYTHING, Slo
 from quire.planning.space import Settings, Space
-from quire.planning.workload import Workload
 from quire.simulation.attains import asked_of
 from quire.simulation.candidate import Candidate, Maker, counts_of
 from quire.simulation.load import Load
 from quire.simulation.pool import InProcess, Pool, pool_of
+from quire.timing.composed import profile_of
+from quire.timing.latency import Origin, StepTime
+from quire.workload.fitted import fit
+from quire.workload.slo import ANYTHING, Slo
+from quire.workload.workload import Workload
 
 log = logging.getLogger("quire")
 
@@ -150,7 +150,7 @@ class Planner(ABC):
         """The memory of settings, with a share of what is left for caches. Raises ConfigError if it is not enough."""
 
     @abstractmethod
-    def latency(self, settings: Settings) -> tuple[Latency, Origin, str] | None:
+    def latency(self, settings: Settings) -> tuple[StepTime, Origin, str] | None:
         """Of every instance, where it comes from, and how; None if it is not known."""
 
     @abstractmethod
@@ -343,7 +343,7 @@ class Planner(ABC):
             SLOW if is_slow else 1,
         )  # fmt: skip
 
-    def _bound(self, settings: Settings, config: EngineConfig, latency: Latency, slo: Slo) -> float:
+    def _bound(self, settings: Settings, config: EngineConfig, latency: StepTime, slo: Slo) -> float:
         """Requests/s that the settings never exceed."""
         limits, asked = config.scheduler, self._asked(config.retain)
         assert limits.token_budget is not None, "a configuration with automatic values"

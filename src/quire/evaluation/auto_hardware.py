@@ -15,13 +15,13 @@ from quire.engine.build import LEAST_CHUNKS, TOKEN_BUDGET
 from quire.errors import ConfigError
 from quire.evaluation.auto import Fit, Goal, Planner, Tools
 from quire.evaluation.curves import Quality
-from quire.planning.analytic import AnalyticModel
-from quire.planning.devices import Device
-from quire.planning.latency import Latency, Origin
 from quire.planning.points import Point, Room
 from quire.planning.space import Machine, Settings, Space
 from quire.simulation.candidate import Candidate
 from quire.simulation.hardware import Target, check_modelled
+from quire.timing.analytic import AnalyticModel
+from quire.timing.devices import Device
+from quire.timing.latency import Origin, StepTime
 
 GPUS = 8
 """Of a machine."""
@@ -79,7 +79,7 @@ class HardwarePlanner(Planner):
         total = int(model.gpu_weight_bytes + cache_bytes / (tp * pp))
         return Fit(Room(cache_bytes, total, int(settings.num_instances * tokens)), resolved)
 
-    def latency(self, settings: Settings) -> tuple[Latency, Origin, str] | None:
+    def latency(self, settings: Settings) -> tuple[StepTime, Origin, str] | None:
         """See Planner."""
         return self.latency_of(settings), Origin.MODELLED, HOW
 

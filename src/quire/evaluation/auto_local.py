@@ -21,11 +21,11 @@ from quire.models.images import ImageSpec, engine_image_spec, temporary_images
 from quire.models.quants import BLOCK_KINDS
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
-from quire.planning.latency import Latency, LatencyModel, Origin
 from quire.planning.points import Found, Point, Room
 from quire.planning.space import Machine, Settings, Space
 from quire.simulation.candidate import Candidate
 from quire.simulation.setup import PROCESS_BYTES, LocalModel
+from quire.timing.latency import LatencyModel, Origin, StepTime
 
 DEVICE_BYTES = 1 << 30
 """The same on a GPU: its context, and what a step computes with. Not measured."""
@@ -143,7 +143,7 @@ class LocalPlanner(Planner):
         count = settings.num_instances
         return count, count + self.cluster_of(settings).is_on
 
-    def latency(self, settings: Settings) -> tuple[Latency, Origin, str] | None:
+    def latency(self, settings: Settings) -> tuple[StepTime, Origin, str] | None:
         """See Planner."""
         found = self.speeds.of(settings)
         return None if found is None else (found.model, found.origin, found.how)

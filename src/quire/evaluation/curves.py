@@ -31,9 +31,9 @@ from quire.models.shape import ModelShape
 from quire.models.tokenizer import load_tokenizer
 from quire.models.weights import open_model
 from quire.planning.curves import BEYOND, FITTED_TEXT, Curve, Curves, Loss, Losses, Scoring, parts_of
-from quire.planning.latency import About
 from quire.planning.space import Settings, Space
 from quire.safe_io import read_given_text
+from quire.timing.latency import About
 from quire.version import __version__
 
 CONTEXT, WINDOWS = 1024, 12

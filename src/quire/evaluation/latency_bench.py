@@ -21,10 +21,13 @@ from quire.evaluation.latency_points import POINTS, Limits
 from quire.evaluation.latency_steps import Measurement, measure
 from quire.models.fingerprint import fingerprint
 from quire.models.resolve import resolve_model
-from quire.planning.kept_latencies import keep, kept_folder, kept_models, unmeasured, unsuitable
-from quire.planning.latency import KINDS, QUANTILES, About, LatencyModel, Link
-from quire.planning.latency_fit import Record, fit
+from quire.offload.profile import Profile, profile_of
+from quire.planning.offload_plan import step_time
 from quire.planning.step_log import read_steps
+from quire.records import read_fields
+from quire.timing.kept_latencies import keep, kept_folder, kept_models, unmeasured, unsuitable
+from quire.timing.latency import KINDS, QUANTILES, About, LatencyModel, Link, StepTime
+from quire.timing.latency_fit import Record, fit
 from quire.version import __version__
 
 if TYPE_CHECKING:
@@ -95,38 +98,46 @@ def fit_logs(name: str, files: Sequence[Path]) -> FittedSteps:
 
 
 class LatencyFiles:
-    """The latency models of a command: those of files, or else kept ones.
+    """Where the seconds of a command's instances come from: files of `quire bench latency` or of `quire plan hardware`,
+    or else kept models.
 
     words  FILE, or ROLE=FILE for instances of one role. Empty: kept models
     name   of the model, as for `LLM`
-    Raises ConfigError for a file that is no latency model.
+    Raises ConfigError for a file that is neither a latency model nor a profile.
     """
 
     def __init__(self, words: Sequence[str], name: str) -> None:
         self._name, self._is_given = name, bool(words)
-        self.models: list[tuple[str, str, LatencyModel]] = []  # role, or empty for all; file; model
+        self.sources: list[tuple[str, str, LatencyModel | Profile]] = []  # role, or empty for all; file; source
         for word in words:
             role, equals, file = word.partition("=")
             if not equals or role not in ROLES:
                 role, file = "", word
-            self.models.append((role, file, LatencyModel.read(Path(file))))
+            self.sources.append((role, file, read_source(Path(file))))
         if not words:
-            self.models = [("", str(path), model) for path, model in kept_models(kept_folder())]
+            self.sources = [("", str(path), model) for path, model in kept_models(kept_folder())]
 
-    def of(self, role: str, config: EngineConfig, model_id: str) -> LatencyModel:
-        """The model for instances of a role. Of several suitable models, one for this role comes first.
+    def of(self, role: str, config: EngineConfig, model_id: str) -> StepTime:
+        """The seconds of instances of a role. Of several suitable sources, one for this role comes first.
 
         config    configuration without automatic values
         model_id  fingerprint of the checkpoint
         Raises ConfigError with the mismatch, or with the command that makes a model.
         """
         wanted, reasons = settings_of(model_id, config), list[str]()
-        for own, file, model in sorted(self.models, key=lambda each: each[0] == ""):
-            if own in ("", role):
-                reason = unsuitable(model, wanted, role, is_given=self._is_given)
+        for own, file, source in sorted(self.sources, key=lambda each: each[0] == ""):
+            if own not in ("", role):
+                continue
+            if isinstance(source, Profile):
+                try:
+                    return step_time(source, self._name, config)
+                except ConfigError as error:
+                    reason = str(error)
+            else:
+                reason = unsuitable(source, wanted, role, is_given=self._is_given)
                 if not reason:
-                    return model
-                reasons.append(f"{file}: {reason}")
+                    return source
+            reasons.append(f"{file}: {reason}")
         if self._is_given:
             raise ConfigError(reasons[0] if reasons else f"no --latency is for instances with the role {role}")
         raise ConfigError(
@@ -134,6 +145,18 @@ class LatencyFiles:
             f" {self._name} --runtime.threads {config.runtime.threads}, give a file as --latency FILE, or name"
             " --hardware"
         )
+
+
+def read_source(path: Path) -> LatencyModel | Profile:
+    """A latency model, or a profile of a machine. Raises ConfigError that names the file, and the field if one is
+    invalid.
+    """
+    fields = read_fields(path, "latency model")
+    try:
+        is_profile = isinstance(fields, dict) and "conditions" in fields
+        return profile_of(fields) if is_profile else LatencyModel.of(fields)
+    except ConfigError as error:
+        raise ConfigError(f"latency model {path}: {error}") from None
 
 
 def links_of(engine: Engine, config: EngineConfig) -> dict[str, Link]:

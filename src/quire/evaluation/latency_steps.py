@@ -22,8 +22,8 @@ from quire.errors import ModelError
 from quire.evaluation.engines import Progress
 from quire.evaluation.latency_points import DECODE_STEPS, LEAST_PROMPT, POINTS, ROUNDS, Limits, Point, plan
 from quire.offload.quiet import OtherLoad, quiet_cores
-from quire.planning.latency_fit import Record
 from quire.planning.work import CountingRunner
+from quire.timing.latency_fit import Record
 
 JITTER = 0.15
 """Largest relative change of a length from visit to visit: lengths in service are no multiples of 16."""

@@ -19,13 +19,13 @@ from quire.errors import ConfigError, QuireError
 from quire.planning.divisions import Option, Role, divisions
 from quire.planning.placement import PLACERS, Budget, PlacementError, Rough, Search
 from quire.planning.placement_file import Gpus, Hosts, Placement
-from quire.planning.slo import Slo
 from quire.simulation.load import Load
 from quire.simulation.outcome import Outcome
 from quire.simulation.pool import Pool
 from quire.simulation.queue_check import QueueCheck
 from quire.simulation.run import Run
 from quire.simulation.search import CONFIRMATIONS, SEEDS, ModelOnCluster, OptionTrials
+from quire.workload.slo import Slo
 
 JOINT_SEEDS = 2
 """Number of simulations of a whole placement."""

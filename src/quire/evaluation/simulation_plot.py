@@ -12,8 +12,8 @@ import numpy as np
 from quire.evaluation.plot import drawing, finish
 from quire.options import format_number
 from quire.planning.goodput import Goodput
-from quire.planning.slo import Slo
 from quire.simulation.outcome import Floats, Outcome
+from quire.workload.slo import Slo
 
 SCALES = tuple(float(scale) for scale in np.geomspace(0.25, 4, 33))
 """Factors of both targets: DistServe, section 6.2, calls them SLO scale. Below 1 they are tighter."""

@@ -23,12 +23,12 @@ from quire.load import find_calibration, load_engine
 from quire.models.fingerprint import fingerprint
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
-from quire.planning.composed import composed
-from quire.planning.kept_latencies import is_poor, keep, kept_models, num_steps, rank, unmeasured, unsuitable
-from quire.planning.latency import About, LatencyModel, Link, Origin
-from quire.planning.latency_fit import Record, fit
 from quire.planning.space import Effect, Settings, Space
 from quire.stores.direct import allows_direct, measure_speed
+from quire.timing.composed import composed
+from quire.timing.kept_latencies import is_poor, keep, kept_models, num_steps, rank, unmeasured, unsuitable
+from quire.timing.latency import About, LatencyModel, Link, Origin
+from quire.timing.latency_fit import Record, fit
 
 log = logging.getLogger("quire")
 

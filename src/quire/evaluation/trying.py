@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 from quire.planning.auto import Rung
 from quire.planning.goodput import Goodput, goodput
-from quire.planning.slo import Slo
-from quire.planning.workload import Workload
 from quire.simulation.attains import LOWEST, Attains, noted
 from quire.simulation.candidate import Candidate, Maker
 from quire.simulation.load import Load
 from quire.simulation.parts import Parts
 from quire.simulation.run import Run
 from quire.simulation.setup import Setup
+from quire.workload.slo import Slo
+from quire.workload.workload import Workload
 
 CONFIRMATIONS = 2
 """Fresh seeds that confirm the goodput of a finalist."""

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.errors import ConfigError
-from quire.offload.costs import CostModel, Form, Link, Machine, Options, Rates, Traffic
+from quire.offload.costs import CostModel, Form, Machine, Options, Rates
 from quire.offload.policy import BATCHES, Found, PlanError, lack_text, no_fit, placed, search
 from quire.offload.policy import predict as predict_with
+from quire.offload.profiled import beside_layers, links_of, prompt_attention
 from quire.offload.weight_placement import NUM_BUFFERS, assign_tiers, buffer_sizes
 
 if TYPE_CHECKING:
@@ -98,19 +99,11 @@ def model_of(
     """
     corrections, block, device = profile.corrections, micro_batch * num_batches, profile.device
     passes = _prompt_passes(workload, block, budget)
-    head, disk = profile.head.at(block), profile.disk
-    links: tuple[Link, ...] = (
-        Link(Traffic.alike(disk.streamed.bandwidth / corrections.disk), Traffic.alike(disk.writes.bandwidth)),
-    )
-    if device is not None:
-        up, down = device.up.bandwidth / corrections.bus, device.down.bandwidth
-        links = (Link(Traffic.alike(up), Traffic.alike(down)), *links)
-    between = corrections.sequence_seconds * block
-
+    links, disk = links_of(profile), profile.disk
     products = sum(profile.products.at(rows) for rows in passes)
     pairs = workload.pairs(block)
-    attention = profile.prompt.at(workload.prompt_tokens) * pairs / workload.prompt_tokens**2
-    fixed = corrections.step_seconds * len(passes) + between + corrections.prefill * head
+    attention = prompt_attention(profile, workload.prompt_tokens, pairs)
+    fixed = beside_layers(profile, block, len(passes), corrections.prefill)
     prefill = Rates(
         links,
         workload.computed_tokens(block) * sizes.layer_flops / (corrections.prefill * products),
@@ -122,7 +115,7 @@ def model_of(
     context = workload.attended_tokens(1, workload.output_tokens / 2)
     products = num_batches * profile.products.at(micro_batch)
     attention = num_batches * profile.attention.at(micro_batch, context)
-    fixed = corrections.step_seconds + between + corrections.decode * head
+    fixed = beside_layers(profile, block, 1, corrections.decode)
     flops = block * context * sizes.pair_flops
     has_window = sizes.window < workload.prompt_tokens + workload.output_tokens
     decode = Rates(

@@ -18,8 +18,7 @@ import numpy as np
 from quire.config import format_bytes
 from quire.errors import ConfigError
 from quire.offload.units import NONE, TIERS, Share
-from quire.records import above, increasing, made
-from quire.safe_io import parse_json, read_text
+from quire.records import above, formatted, increasing, read_fields
 
 if TYPE_CHECKING:
     from quire.models.shape import ModelShape
@@ -187,6 +186,11 @@ class Attention:
         """Seconds of rows that attend to `context` tokens each; see `Curve.at`."""
         return Curve(self.rows, tuple(Curve(self.contexts, line).at(context) for line in self.seconds)).at(rows)
 
+    def of_rows(self, rows: float) -> Curve:
+        """Seconds of so many rows over the context of each."""
+        columns = zip(*self.seconds, strict=True)
+        return Curve(self.contexts, tuple(Curve(self.rows, column).at(rows) for column in columns))
+
 
 @dataclass(frozen=True)
 class Device:
@@ -321,15 +325,15 @@ def profile_text(profile: Profile) -> str:
     return json.dumps({"format": FORMAT, **dataclasses.asdict(profile)}, indent=2) + "\n"
 
 
+def profile_of(fields: Any) -> Profile:
+    """The profile of a file's fields. Raises ConfigError that names the field."""
+    return formatted(Profile, fields, FORMAT, f"a profile of format {FORMAT}; quire plan hardware makes one")
+
+
 def read_profile(path: Path) -> Profile:
     """The profile of a file. Raises ConfigError that names the file, and the field if one is invalid."""
+    fields = read_fields(path, "hardware")
     try:
-        fields = parse_json(read_text(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"hardware {path}: not a profile that can be read ({error})") from None
-    try:
-        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-            raise ConfigError(f"not a profile of format {FORMAT}")
-        return made(Profile, {name: value for name, value in fields.items() if name != "format"})
+        return profile_of(fields)
     except ConfigError as error:
         raise ConfigError(f"hardware {path}: {error}") from None

@@ -21,7 +21,6 @@ from typing import NamedTuple
 from quire.errors import QuireError
 from quire.planning.curves import BEYOND, Loss
 from quire.planning.goodput import Goodput
-from quire.planning.latency import Origin
 from quire.planning.points import (
     ROUNDING,
     TIE,
@@ -36,6 +35,7 @@ from quire.planning.points import (
     needs_no_more,
 )
 from quire.planning.space import Settings, Space
+from quire.timing.latency import Origin
 
 BATCH = 4
 """Points that are tried together. Between batches bounds are compared with what was found."""

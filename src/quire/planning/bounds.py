@@ -19,9 +19,9 @@ from functools import cached_property
 import numpy as np
 
 from quire.planning.goodput import ROUNDING
-from quire.planning.latency import Latency, LatencyModel, StepWork
-from quire.planning.slo import Slo
-from quire.planning.workload import Floats, Workload
+from quire.timing.latency import LatencyModel, StepTime, StepWork
+from quire.workload.slo import Slo
+from quire.workload.workload import Floats, Workload
 
 MANY_PAIRS = 1e9
 """Pairs of a step that tell what a pair costs."""
@@ -85,7 +85,7 @@ class Bound:
     most_batch  sequences of a step
     """
 
-    latency: Latency
+    latency: StepTime
     most_rows: int
     most_batch: int
 

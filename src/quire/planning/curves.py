@@ -23,10 +23,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from quire.errors import ConfigError
-from quire.planning.latency import About, Origin
 from quire.planning.space import Settings, Space
 from quire.records import made
 from quire.safe_io import atomic_write, parse_json, read_text
+from quire.timing.latency import About, Origin
 
 log = logging.getLogger("quire")
 

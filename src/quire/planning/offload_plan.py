@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -13,11 +14,13 @@ from quire.config import EngineConfig
 from quire.engine.machine import available_memory
 from quire.errors import ConfigError
 from quire.offload.costs import CostModel, Form, Workload
+from quire.offload.files import read_policy
 from quire.offload.paper import FORMS, t4
 from quire.offload.planner import MICRO_BATCHES, plan_all
 from quire.offload.policy import BATCHES, Found, no_fit, placed, search
 from quire.offload.profile import Profile
-from quire.offload.units import ALL, TIERS, Share
+from quire.offload.profiled import ProfiledTime
+from quire.offload.units import ALL, NONE, TIERS, Share, Split
 from quire.planning.offload_sizes import Subject
 
 
@@ -108,3 +111,36 @@ def plan_paper(
     if not found:
         raise no_fit(model(*blocks[0]))
     return OffloadPlan(TIERS, capacities, found)
+
+
+def step_time(profile: Profile, name: str, config: EngineConfig) -> ProfiledTime:
+    """The seconds of an engine's steps on the machine of a profile.
+
+    name    of the model, as for `LLM`
+    config  of the engine, without automatic values. offload.mode is off, or a policy that places weights alone
+    Raises ConfigError if the profile is not for this, or does not say how long the engine's steps take.
+    """
+    subject, measured = Subject.of(name, config), profile.conditions
+    # The machine need not be this one.
+    profile.check(
+        dataclasses.replace(
+            subject.conditions(), processor=measured.processor, kernels=measured.kernels, device=measured.device
+        )
+    )
+    if subject.keeps_cache:
+        raise ConfigError(
+            "a profile has no speed of retention, tiers and sparse values; measure with quire bench latency"
+        )
+    if not config.offload.is_on:
+        return ProfiledTime(profile, subject.sizes, Split((ALL, *[NONE] * (len(profile.tiers) - 1))))
+    if config.offload.mode == "auto":
+        raise ConfigError(
+            "offload.mode is auto, which decides at the start of an engine; give a policy of quire plan offload"
+        )
+    policy = read_policy(Path(config.offload.mode), profile.tiers)
+    if policy.cache.beyond(0) > 0 or policy.hidden.beyond(0) > 0:
+        raise ConfigError(
+            f"{config.offload.mode} places cache or activations on other tiers, and the seconds of steps are known for"
+            " weights alone; plan with --only-weights"
+        )
+    return ProfiledTime(profile, subject.sizes, policy.weights)

@@ -13,8 +13,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.planning.cluster_file import ClusterSpec
 from quire.planning.divisions import Option, Role
-from quire.records import above, made
-from quire.safe_io import parse_json, read_text
+from quire.records import above, made, read_fields
 
 VERSION = 1
 
@@ -250,10 +249,7 @@ class _Content:
 
 def read_placement(path: Path) -> Placement:
     """The placement of a file. Raises ConfigError that names the file and the field."""
-    try:
-        fields = parse_json(read_text(path), parse_constant=_refuse)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"placement {path}: not a file that can be read ({error})") from None
+    fields = read_fields(path, "placement")
     try:
         return placement_of(fields)
     except ConfigError as error:
@@ -272,7 +268,3 @@ def placement_of(fields: Any) -> Placement:
         if value < 0:
             raise ConfigError(f"slo.{name} is {value!r}; it must be a number of at least 0")
     return Placement(**vars(content))
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no number")

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from quire.planning.curves import Loss
 from quire.planning.goodput import Goodput
-from quire.planning.latency import Origin
 from quire.planning.space import Effect, Settings, Space
+from quire.timing.latency import Origin
 
 TIE = 0.02
 """Goodputs that differ by less are equal, and less memory decides."""

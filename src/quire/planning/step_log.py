@@ -17,9 +17,9 @@ from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.machine import hardware_of
 from quire.errors import ConfigError
-from quire.planning.latency import StepWork
 from quire.planning.work import CountingRunner
 from quire.safe_io import parse_json, read_bytes, read_text
+from quire.timing.latency import StepWork
 
 MOST = 1e18
 """Numbers of a log are below it."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quire.cache.ledger import PAGE_TOKENS
-from quire.planning.latency import StepWork, pairs_of
+from quire.timing.latency import StepWork, pairs_of
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine

@@ -11,9 +11,9 @@ from quire.cache.counts import ChunkCounts
 from quire.cache.run import Run, extent_layout
 from quire.cache.store import Transfer
 from quire.cache.table import ChunkTable
-from quire.planning.latency import Link
 from quire.simulation.events import Events
 from quire.stores.lru_store import LruStore
+from quire.timing.latency import Link
 
 
 @dataclass(eq=False)

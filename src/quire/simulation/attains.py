@@ -12,13 +12,13 @@ from quire.config import RetainConfig
 from quire.options import format_number
 from quire.planning.bounds import Asked, Bound, joint_bound
 from quire.planning.goodput import Goodput, goodput
-from quire.planning.slo import ANYTHING, Slo
-from quire.planning.workload import Workload
 from quire.simulation.load import SHORT, Load
 from quire.simulation.outcome import Outcome
 from quire.simulation.pool import InProcess, Pool
 from quire.simulation.run import Run
 from quire.simulation.setup import Replicas, Setup
+from quire.workload.slo import ANYTHING, Slo
+from quire.workload.workload import Workload
 
 CONFIRMATIONS = 4
 """Fresh seeds that confirm a goodput."""

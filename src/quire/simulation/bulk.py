@@ -19,11 +19,11 @@ from quire.engine.params import SamplingParams
 from quire.engine.request import Request
 from quire.engine.request import Sequence as Running
 from quire.gc_pause import gc_paused
-from quire.planning.workload import Span, Workload
 from quire.simulation.engine import Plan
 from quire.simulation.events import Events
 from quire.simulation.outcome import Outcome, Used
 from quire.simulation.skipping import SkippingInstance, SpanKeys, counting_scheduler
+from quire.workload.workload import Span, Workload
 
 LOAD_SECONDS = 0.2
 """As often as instances tell how full they are."""

@@ -17,12 +17,12 @@ from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, SequenceState
 from quire.errors import QueueFullError, QuireError, RequestError
-from quire.planning.latency import Link
 from quire.simulation.arrivals import Arrivals
 from quire.simulation.engine import EngineLoop, EngineOf, StoresOf, no_stores, with_stores
 from quire.simulation.events import Events, StepClock
 from quire.simulation.instance import Network, SimulatedInstance
 from quire.simulation.outcome import Used
+from quire.timing.latency import Link
 
 
 @dataclass

@@ -25,12 +25,12 @@ from quire.engine_thread import ROOM_SECONDS
 from quire.errors import ConfigError
 from quire.models.shape import ModelShape
 from quire.models.structural_tokens import StructuralTokens
-from quire.planning.latency import Latency
 from quire.planning.work import WorkMeter
 from quire.simulation.arrivals import Arrivals, Disk
 from quire.simulation.events import Events, StepClock
 from quire.simulation.table import PagesOnly
 from quire.stores.tiers import Tier, Tiers
+from quire.timing.latency import StepTime
 
 if TYPE_CHECKING:
     from quire.models.tokenizer import Detokenizer
@@ -64,7 +64,7 @@ class Plan:
     shape: ModelShape
     config: EngineConfig
     sizes: EngineSizes
-    latency: Latency
+    latency: StepTime
     calibration: Calibration | None = None
     model_id: str = ""
 
@@ -111,7 +111,7 @@ class SimulatedRunner:
 
     def __init__(
         self,
-        latency: Latency,
+        latency: StepTime,
         clock: StepClock,
         vocab_size: int,
         decide: Callable[[Slice], RetentionDecision] | None = None,

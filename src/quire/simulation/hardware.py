@@ -42,13 +42,13 @@ from quire.models.resolve import resolve_model
 from quire.models.shape import ITEM_BYTES, ModelShape
 from quire.models.weights import open_model
 from quire.options import format_bytes
-from quire.planning.analytic import MODELS, AnalyticModel, ModelNumbers
-from quire.planning.devices import Device, device_named
-from quire.planning.latency import Link
 from quire.planning.placement_file import Gpus
 from quire.simulation.candidate import Candidate, InstanceGroup, counts_of
 from quire.simulation.engine import Plan, check_simulated
 from quire.simulation.setup import HOP_SECONDS, Replicas, Setup, Ways, setup_of, tiers_of
+from quire.timing.analytic import MODELS, AnalyticModel, ModelNumbers
+from quire.timing.devices import Device, device_named
+from quire.timing.latency import Link
 
 CONTEXTS = {"opt": 2048, "llama-2": 4096, "llama-3": 8192}
 """Positions of the models in MODELS, by the beginning of their names."""

@@ -19,11 +19,11 @@ from quire.cluster.outgoing_pages import OutgoingPages
 from quire.cluster.peer_store import PeerStore, Pull
 from quire.engine.capacity import MeasuredCapacity
 from quire.engine.outputs import RequestOutput
-from quire.planning.latency import Link
 from quire.simulation.arrivals import Arrivals
 from quire.simulation.engine import EngineLoop, EngineOf, StoresOf, no_stores, with_stores
 from quire.simulation.events import Events, StepClock
 from quire.stores.signer import SECRET_BYTES, ExtentSigner
+from quire.timing.latency import Link
 
 SEAL = ExtentSigner(bytes(SECRET_BYTES))
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quire.planning.fitted import Fitted, fit
-from quire.planning.latency import Origin
-from quire.planning.slo import Slo, finite
-from quire.planning.traces import read_workload
-from quire.planning.workload import Workload
+from quire.timing.latency import Origin
+from quire.workload.fitted import Fitted, fit
+from quire.workload.slo import Slo, finite
+from quire.workload.traces import read_workload
+from quire.workload.workload import Workload
 
 SHORT = 0.05
 """A doubt is told if a queue that still grows may account for more than this share of a goodput."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.planning.slo import Slo, finite
+from quire.workload.slo import Slo, finite
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.planning.latency import Latency, Origin, StepWork
 from quire.planning.queueing import waits
-from quire.planning.workload import Arrivals, Floats, Ints, Span, Workload
 from quire.simulation.outcome import Outcome
 from quire.simulation.pool import Progress
 from quire.simulation.run import may_skip, run_of, skipping
 from quire.simulation.setup import Replicas, Setup, Ways
+from quire.timing.latency import Origin, StepTime, StepWork
+from quire.workload.workload import Arrivals, Floats, Ints, Span, Workload
 
 
 def _untold(done: int, total: int) -> None:
@@ -50,27 +50,27 @@ WIDE = 1 << 20
 class OnlyDecoding:
     """Latencies of steps whose prompts take no time."""
 
-    latency: Latency
+    latency: StepTime
 
     @property
     def origin(self) -> Origin:
-        """See Latency."""
+        """See StepTime."""
         return self.latency.origin
 
     def seconds(self, work: StepWork) -> float:
-        """See Latency."""
+        """See StepTime."""
         return self.latency.seconds(_decoding(work)) if work.decode_rows else NO_TIME
 
     def occupancy(self, work: StepWork) -> float:
-        """See Latency."""
+        """See StepTime."""
         return self.latency.occupancy(_decoding(work)) if work.decode_rows else NO_TIME
 
     def quiet(self, work: StepWork, count: int) -> float:
-        """See Latency."""
+        """See StepTime."""
         return self.latency.quiet(work, count)
 
     def covers(self, work: StepWork) -> bool:
-        """See Latency."""
+        """See StepTime."""
         return not work.decode_rows or self.latency.covers(_decoding(work))
 
 

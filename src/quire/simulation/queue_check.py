@@ -13,12 +13,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from quire.planning.latency import StepWork, pairs_of
 from quire.planning.queueing import mean_wait, waits
 from quire.simulation.engine import Plan
 from quire.simulation.load import Load
 from quire.simulation.parts import begun, prompts_of
 from quire.simulation.setup import Setup
+from quire.timing.latency import StepWork, pairs_of
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.planning.traces import tokens
-from quire.planning.workload import Workload
 from quire.simulation.bulk import simulate_bulk
 from quire.simulation.load import Load
 from quire.simulation.outcome import Outcome
 from quire.simulation.pool import Progress
 from quire.simulation.setup import Replicas, Setup, silent
 from quire.simulation.simulate import simulate
+from quire.workload.traces import tokens
+from quire.workload.workload import Workload
 
 
 class Driver(Protocol):

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.planning.goodput import Goodput
-from quire.planning.slo import Slo
 from quire.simulation.attains import Attains, ceiling_of, find_goodput
 from quire.simulation.load import Load
 from quire.simulation.outcome import Outcome
 from quire.simulation.pool import Pool, Progress
 from quire.simulation.run import Run, quickly
 from quire.simulation.setup import Setup
+from quire.workload.slo import Slo
 
 USUAL_RUNS = 20
 """Approximate number of simulations of a search for the goodput."""

@@ -24,10 +24,8 @@ from quire.planning.bounds import Asked, joint_bound
 from quire.planning.cluster_file import ClusterSpec
 from quire.planning.divisions import Division, Needs, Option, Pair, Role
 from quire.planning.goodput import ROUNDING, Goodput
-from quire.planning.latency import Origin
 from quire.planning.placement import PlacementError
 from quire.planning.placement_file import Instances, Placement
-from quire.planning.slo import ANYTHING, Slo
 from quire.simulation.attains import Attains, asked_of, bound_of, find_goodput
 from quire.simulation.candidate import Candidate, InstanceGroup, Maker
 from quire.simulation.hardware import Target, check_modelled
@@ -38,6 +36,8 @@ from quire.simulation.pool import InProcess, Pool
 from quire.simulation.queue_check import QueueCheck, queue_check
 from quire.simulation.run import Run, quickly
 from quire.simulation.setup import PROCESS_BYTES, LocalModel, Setup
+from quire.timing.latency import Origin
+from quire.workload.slo import ANYTHING, Slo
 
 TOLERANCE = 0.03
 """Relative error of the goodput of an option."""

@@ -31,13 +31,13 @@ from quire.load import find_calibration
 from quire.models.fingerprint import fingerprint
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
-from quire.planning.latency import Latency, LatencyModel, Link
 from quire.planning.placement_file import Instances, Placement
 from quire.simulation.arrivals import Arrivals, Disk
 from quire.simulation.candidate import Candidate, InstanceGroup, counts_of
 from quire.simulation.cluster import Alone, Front, Place, SimulatedCluster
 from quire.simulation.engine import Plan, check_simulated, make_engine
 from quire.simulation.events import Events, StepClock
+from quire.timing.latency import LatencyModel, Link, StepTime
 
 if TYPE_CHECKING:
     from quire.engine.calibration import Calibration
@@ -65,7 +65,7 @@ LINKS = {
 """Ways of the cache, if they were not measured. shm and tcp: `benchmarks/links.py` on two cores of an EPYC. disk: an
 SSD on SATA. pinned: half of what PCIe gen 4 can do."""
 
-LatencyOf = Callable[[str, EngineConfig, str], Latency]
+LatencyOf = Callable[[str, EngineConfig, str], StepTime]
 """The latencies of an instance, by its role, its configuration without automatic values, and the checkpoint's
 fingerprint."""
 
@@ -348,7 +348,7 @@ def setup_of(replicas: Sequence[Replicas], ways: Ways, candidate: Candidate) -> 
     )
 
 
-def ways_of(latencies: Sequence[Latency], transport: str = "shm") -> Ways:
+def ways_of(latencies: Sequence[StepTime], transport: str = "shm") -> Ways:
     """The ways that came with latency models: of two that were measured the one of the first model."""
     links: dict[str, Link] = {}
     for latency in latencies:

@@ -13,7 +13,7 @@ from quire.simulation.events import Events
 from quire.simulation.outcome import STAGES, Outcome
 
 if TYPE_CHECKING:
-    from quire.planning.workload import Workload
+    from quire.workload.workload import Workload
 
 
 def simulate(

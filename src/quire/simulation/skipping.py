@@ -20,10 +20,10 @@ from quire.engine.fast_forward import FastForward
 from quire.engine.request import Sequence as Running
 from quire.engine.scheduler import SampledToken, Scheduler
 from quire.errors import ConfigError
-from quire.planning.latency import Latency, StepWork
-from quire.planning.workload import Span
 from quire.simulation.engine import NO_MARKS, Plan
 from quire.simulation.events import Events
+from quire.timing.latency import StepTime, StepWork
+from quire.workload.workload import Span
 
 _TOKENS = np.zeros(1 << 20, np.int32)
 _TOKENS.setflags(write=False)
@@ -89,7 +89,7 @@ class SkippingInstance:
         self,
         events: Events,
         scheduler: Scheduler,
-        latency: Latency,
+        latency: StepTime,
         told: Callable[[Running, bool], None],
     ) -> None:
         self.scheduler, self.latency = scheduler, latency

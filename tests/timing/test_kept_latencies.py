@@ -11,9 +11,9 @@ import pytest
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.evaluation.latency_bench import settings_of
-from quire.planning.kept_latencies import keep, kept_models
-from quire.planning.latency import LatencyModel, StepWork, mismatch
-from quire.planning.latency_fit import fit
+from quire.timing.kept_latencies import keep, kept_models
+from quire.timing.latency import LatencyModel, StepWork, mismatch
+from quire.timing.latency_fit import fit
 
 
 def test_models_of_other_outlier_slots_are_others(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """GPUs in numbers, from their makers' data sheets: what the analytical latency model knows of hardware.
 
-Operations and bytes per second are peaks; what kernels reach of them is `Efficiency` in `quire.planning.analytic`.
+Operations and bytes per second are peaks; what kernels reach of them is `Efficiency` in `quire.timing.analytic`.
 """
 
 from __future__ import annotations

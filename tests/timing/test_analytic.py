@@ -14,9 +14,9 @@ from scipy.optimize import least_squares
 
 from quire.errors import ConfigError
 from quire.models.shape import ModelShape, Rope
-from quire.planning.analytic import MODELS, AnalyticModel, Efficiency, ModelNumbers
-from quire.planning.devices import DEVICES, device_named
-from quire.planning.latency import Latency, Link, Origin, StepWork
+from quire.timing.analytic import MODELS, AnalyticModel, Efficiency, ModelNumbers
+from quire.timing.devices import DEVICES, device_named
+from quire.timing.latency import Link, Origin, StepTime, StepWork
 from tests.benchmark_scripts import benchmark
 from tests.distserve_latencies import COEFFICIENTS, AppendixModel, PaperModel, coefficients_of
 
@@ -315,7 +315,7 @@ def test_decoding_in_a_pipeline_is_the_way_of_a_micro_batch() -> None:
     assert four.seconds(mixed) == four.occupancy(mixed) == pytest.approx(whole)
 
 
-def models() -> list[Latency]:
+def models() -> list[StepTime]:
     """Models of all kinds, two of whose decode steps turn from reads to operations or back while contexts grow."""
     llama = AnalyticModel(MODELS["llama-3-8b"], H200, tp=2, pp=3)
     slow = dataclasses.replace(Efficiency(), attention=0.02)
@@ -331,7 +331,7 @@ def models() -> list[Latency]:
 
 
 @pytest.mark.parametrize("model", models(), ids=lambda model: type(model).__name__)
-def test_quiet_is_the_sum_of_its_steps(model: Latency, seed: int) -> None:
+def test_quiet_is_the_sum_of_its_steps(model: StepTime, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(40):
         rows, count = rng.choice([1, 2, 7, 100, 200]), rng.randrange(200)

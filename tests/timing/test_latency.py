@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from quire.errors import ConfigError
-from quire.planning.latency import LatencyModel, Link, Origin, StepWork, mismatch
-from quire.planning.latency_fit import Record, fit
+from quire.timing.latency import LatencyModel, Link, Origin, StepWork, mismatch
+from quire.timing.latency_fit import Record, fit
 
 TRUE = LatencyModel(
     about={},
@@ -131,7 +131,7 @@ def test_a_bad_file_is_told_in_one_line(change: dict[str, Any], message: str, tm
 
 def test_what_is_no_json_and_what_is_not_there_is_told(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("{")
-    with pytest.raises(ConfigError, match="not JSON"):
+    with pytest.raises(ConfigError, match="not a file that can be read"):
         LatencyModel.read(tmp_path / "text")
     with pytest.raises(ConfigError, match="No such file"):
         LatencyModel.read(tmp_path / "none")

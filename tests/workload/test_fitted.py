@@ -13,9 +13,9 @@ import pytest
 from scipy import stats
 
 from quire.errors import ConfigError
-from quire.planning.fitted import fit
-from quire.planning.traces import read_workload
-from quire.planning.workload import Arrival, Arrivals, Floats, Ints, Span, Workload
+from quire.workload.fitted import fit
+from quire.workload.traces import read_workload
+from quire.workload.workload import Arrival, Arrivals, Floats, Ints, Span, Workload
 from tests.effort import full_only
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from quire.planning.latency import About, Latency, LatencyModel, StepWork
-from quire.planning.latency_fit import fit
+from quire.timing.latency import About, LatencyModel, StepTime, StepWork
+from quire.timing.latency_fit import fit
 
 LEAST = 0.1
 """Least seconds of a step, as a share of the origin's: differences of fitted seconds may sum up to less than nothing.
@@ -78,7 +78,7 @@ def _spread(low: int, high: int) -> list[int]:
     return sorted({round(low * ratio**step) for step in range(STEPS)})
 
 
-def profile_of(model: Latency) -> tuple[float, ...]:
+def profile_of(model: StepTime) -> tuple[float, ...]:
     """Seconds of some typical steps: what tells whether one model is never slower than another one.
 
     The steps are the same for all models.

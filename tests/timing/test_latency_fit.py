@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from quire.errors import ConfigError
-from quire.planning.kept_latencies import unmeasured
-from quire.planning.latency import LatencyModel, StepWork
-from quire.planning.latency_fit import Record, describe, fit, told
-from tests.planning.test_latency import TRUE, random_records
+from quire.timing.kept_latencies import unmeasured
+from quire.timing.latency import LatencyModel, StepWork
+from quire.timing.latency_fit import Record, describe, fit, told
+from tests.timing.test_latency import TRUE, random_records
 
 
 def errors(model: LatencyModel, records: list[Record]) -> np.ndarray:

@@ -9,7 +9,7 @@ Source: DistServe, arXiv 2401.09670, Appendix A: C1 t + C2 t2 + C3 for t prompt 
 lengths, and C4 + C5 t for decoding with t tokens of context; sizes of the model are part of the constants. Ours
 contains both: pieces with equal coefficients are C1, pieces of 0 are C4, and the pairs of a prompt without a prefix are
 t2 / 2. It differs: a step may hold prompts and decoding sequences, prompts may start behind cached tokens, shared
-tokens are read once, and a row costs more or less depending on how many there are. `quire.planning.latency_fit` fits
+tokens are read once, and a row costs more or less depending on how many there are. `quire.timing.latency_fit` fits
 both forms.
 """
 
@@ -25,11 +25,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from quire.errors import ConfigError
-from quire.records import above, made
-from quire.safe_io import parse_json, read_text
+from quire.records import above, formatted, read_fields
 
 FORMAT = 1
 
@@ -91,7 +90,7 @@ def pairs_of(start: float, rows: float, window: float = math.inf) -> float:
     return before(start + rows) - before(start)
 
 
-class Latency(Protocol):
+class StepTime(Protocol):
     """The seconds of steps, as a simulator asks for them."""
 
     @property
@@ -206,11 +205,11 @@ class LatencyModel:
 
     @property
     def origin(self) -> Origin:
-        """See Latency."""
+        """See StepTime."""
         return Origin.FITTED
 
     def seconds(self, work: StepWork) -> float:
-        """See Latency."""
+        """See StepTime."""
         knots, at_knots, slopes = self._pieces
         rows = work.prompt_rows + work.decode_rows
         found, piece = at_knots[0], bisect.bisect_right(knots, rows) - 1
@@ -227,18 +226,18 @@ class LatencyModel:
         )
 
     def occupancy(self, work: StepWork) -> float:
-        """See Latency. A measured engine is no pipeline."""
+        """See StepTime. A measured engine is no pipeline."""
         return self.seconds(work)
 
     def quiet(self, work: StepWork, count: int) -> float:
-        """See Latency. Exact, because seconds are linear in context and unique."""
+        """See StepTime. Exact, because seconds are linear in context and unique."""
         assert not work.prompt_rows, f"a quiet step with {work.prompt_rows} rows of prompts"
         _, context, unique, _, _ = self._slopes
         growth = (context + unique) * work.decode_rows
         return count * self.seconds(work) + growth * (count * (count - 1) / 2)
 
     def covers(self, work: StepWork) -> bool:
-        """See Latency. SLACK may be missing at either end of a range."""
+        """See StepTime. SLACK may be missing at either end of a range."""
         for name, low, high in self._bounds:
             if not low <= getattr(work, name) <= high:
                 return False
@@ -271,19 +270,6 @@ class LatencyModel:
         """The model as a JSON text."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=2) + "\n"
 
-    @classmethod
-    def from_json(cls, text: str) -> LatencyModel:
-        """The model of a JSON text. Raises ConfigError that names the field if it is none."""
-        try:
-            fields = parse_json(text)
-        except ValueError as error:
-            raise ConfigError(f"not JSON ({error})") from None
-        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-            raise ConfigError(
-                f"not a latency model of format {FORMAT}; quire bench latency MODEL --output FILE makes one"
-            )
-        return made(cls, {name: value for name, value in fields.items() if name != "format"})
-
     def write(self, path: Path) -> None:
         """Writes the model to a file. Raises ConfigError if it cannot."""
         try:
@@ -292,11 +278,22 @@ class LatencyModel:
             raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
 
     @classmethod
+    def of(cls, fields: Any) -> LatencyModel:
+        """The model of a file's fields. Raises ConfigError that names the field."""
+        return formatted(
+            cls,
+            fields,
+            FORMAT,
+            f"a latency model of format {FORMAT}; quire bench latency MODEL --output FILE makes one",
+        )
+
+    @classmethod
     def read(cls, path: Path) -> LatencyModel:
         """The model of a file. Raises ConfigError that names the file, and the field if one is invalid."""
+        fields = read_fields(path, "latency model")
         try:
-            return cls.from_json(read_text(path))
-        except (OSError, ValueError) as error:
+            return cls.of(fields)
+        except ConfigError as error:
             raise ConfigError(f"latency model {path}: {error}") from None
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.errors import ConfigError
-from quire.planning import workload as module
-from quire.planning.traces import tokens
-from quire.planning.workload import Arrival, Arrivals, Span, Workload
+from quire.workload import workload as module
+from quire.workload.traces import tokens
+from quire.workload.workload import Arrival, Arrivals, Span, Workload
 from tests.effort import tries
 
 TALK = (

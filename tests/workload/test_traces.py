@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from quire.errors import ConfigError
-from quire.planning.traces import read_trace, read_workload
-from quire.planning.workload import Arrival, Span, Workload
-from tests.planning.test_workload import TALK, plain
+from quire.workload.traces import read_trace, read_workload
+from quire.workload.workload import Arrival, Span, Workload
+from tests.workload.test_workload import TALK, plain
 
 GOOD = '{"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}\n'
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from quire.errors import ConfigError
 from quire.folders import user_cache
-from quire.planning.latency import KINDS, About, LatencyModel, mismatch
+from quire.timing.latency import KINDS, About, LatencyModel, mismatch
 
 SET_BY_USERS = (
     "fingerprint", "dtype", "weights", "codec", "outlier_slots", "sparse_values", "retain", "offload", "threads",

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from quire.errors import ConfigError
 from quire.options import format_number
-from quire.planning.latency import BASE, KINDS, QUANTILES, ROWS, TERMS, About, LatencyModel, Link, StepWork
+from quire.timing.latency import BASE, KINDS, QUANTILES, ROWS, TERMS, About, LatencyModel, Link, StepWork
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

@@ -1,7 +1,7 @@
 """Workloads: when requests arrive, what their prompts share, and how long prompts and answers are.
 
 Knows neither text nor a model. A prompt is a row of spans; equal spans at equal places are equal tokens.
-`quire.planning.traces` reads workloads and makes token ids of them, `quire.planning.fitted` draws others like them.
+`quire.workload.traces` reads workloads and makes token ids of them, `quire.workload.fitted` draws others like them.
 """
 
 from __future__ import annotations

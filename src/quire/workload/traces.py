@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError
-from quire.planning.workload import Arrival, Arrivals, Span, Workload
 from quire.safe_io import open_file, parse_json
+from quire.workload.workload import Arrival, Arrivals, Span, Workload
 
 HASHED_TOKENS = 512
 """Tokens of a trace that one hash id stands for."""

@@ -31,7 +31,7 @@ from functools import cached_property
 import numpy as np
 
 from quire.errors import ConfigError
-from quire.planning.workload import Arrivals, Floats, Ints, Workload
+from quire.workload.workload import Arrivals, Floats, Ints, Workload
 
 COMMON_SHARE = 0.05
 """Share of the conversations that a common beginning has at least."""

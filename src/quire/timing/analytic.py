@@ -25,9 +25,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError
-from quire.planning.devices import Device
-from quire.planning.latency import Link, Origin, StepWork
 from quire.records import above
+from quire.timing.devices import Device
+from quire.timing.latency import Link, Origin, StepWork
 
 if TYPE_CHECKING:
     from quire.models.shape import ModelShape
@@ -156,7 +156,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class AnalyticModel:
-    """The latencies of a model on devices. See Latency.
+    """The latencies of a model on devices. See StepTime.
 
     model         what is computed
     device        a GPU of the instance; all are alike
@@ -201,7 +201,7 @@ class AnalyticModel:
         return Origin.MODELLED
 
     def seconds(self, work: StepWork) -> float:
-        """See Latency."""
+        """See StepTime."""
         if not work.decode_rows:
             return self._through(work, 1)
         batches = self._batches(work)
@@ -212,11 +212,11 @@ class AnalyticModel:
         return max(found * (2 - 1 / batches), self._through(work, 1))
 
     def occupancy(self, work: StepWork) -> float:
-        """See Latency. Prompts leave the first stages before the last one: the widest stage's share of the seconds."""
+        """See StepTime. Prompts leave the first stages before the last one: the widest stage's share of the seconds."""
         return self.seconds(work) * (1.0 if work.decode_rows else self._widest)
 
     def quiet(self, work: StepWork, count: int) -> float:
-        """See Latency. Exact: only reads of the cache, or the operations of attention, grow, by the same each step."""
+        """See StepTime. Exact: only reads of the cache, or the operations of attention, grow, by the same each step."""
         assert not work.prompt_rows, f"a quiet step with {work.prompt_rows} rows of prompts"
         batches, costs = self._batches(work), self._costs
         fixed = work._replace(context=0.0, unique=0.0)
@@ -227,7 +227,7 @@ class AnalyticModel:
         return (count * self._through(fixed, batches) + growing) * max(1.0, batches * self._widest)
 
     def covers(self, work: StepWork) -> bool:
-        """See Latency. A formula has no measured range, but a cache has a size."""
+        """See StepTime. A formula has no measured range, but a cache has a size."""
         return work.unique <= self.cache_tokens
 
     # Memory.

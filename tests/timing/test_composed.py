@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire.planning.composed import LEAST, composed, grid
-from quire.planning.latency import StepWork
+from quire.timing.composed import LEAST, composed, grid
+from quire.timing.latency import StepWork
 from tests.planning.test_auto import latency
 
 

@@ -1,0 +1,1 @@
+"""How long steps take: the features of a step, and models of its seconds. Only numbers."""

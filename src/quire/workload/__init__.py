@@ -1,0 +1,1 @@
+"""Requests over time: traces, what is fitted to them, and latency targets."""

@@ -1,0 +1,47 @@
+"""Records of JSON files: infinite numbers that JSON can write are found, and unknown fields below others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.records import made, read_fields
+
+
+@dataclass(frozen=True)
+class Part:
+    size: float = 1.0
+
+
+@dataclass(frozen=True)
+class Whole:
+    name: str
+    parts: tuple[Part, ...] = ()
+    sizes: dict[str, float] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"name": "a", "parts": [{"size": 1e999}]}', r"parts\[0\]\.size is inf; it must be a finite number"),
+        ('{"name": "a", "sizes": {"b": -1e999}}', r"sizes\.b is -inf"),
+        ('{"name": "a", "parts": [{}, {"colour": 1}]}', r"unknown field 'parts\[1\]\.colour'"),
+        ('{"name": 3}', "name: Expected `str`, got `int`"),
+        ('{"parts": []}', "missing required field `name`"),
+        ("[]", "Expected `object`, got `array`"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        made(Whole, read_fields(tmp_path / "file", "record"))
+
+
+@pytest.mark.parametrize("text", ["{", '{"name": NaN}', "\xff"])
+def test_what_is_no_json_is_refused_with_the_file(text: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match="record .*/file: not a file that can be read"):
+        read_fields(tmp_path / "file", "record")
