@@ -132,7 +132,7 @@ def planned(folder: Path, shape: Mapping[str, Any], memory: float, prompt: int, 
     from quire.config import EngineConfig
     from quire.engine.machine import available_memory
     from quire.evaluation.offload_profile import generator, measure_machine
-    from quire.offload.costs import Workload
+    from quire.offload.costs import BlockWorkload
     from quire.offload.planner import MICRO_BATCHES, plan_all
     from quire.offload.policy import best
     from quire.planning.offload_sizes import Subject
@@ -145,7 +145,8 @@ def planned(folder: Path, shape: Mapping[str, Any], memory: float, prompt: int, 
     capacities = memory, available_memory(torch.device("cpu")) * 0.5, shutil.disk_usage(folder).free * 0.5
     found = best(
         plan_all(
-            profile, subject.sizes, Workload(prompt, output), capacities[: len(profile.tiers) - 1] + capacities[2:],
+            profile, subject.sizes, BlockWorkload(prompt, output),
+            capacities[: len(profile.tiers) - 1] + capacities[2:],
             budget=subject.token_budget, slack=0.9, micro_batches=MICRO_BATCHES[:12], most=64,
         )
     )  # fmt: skip

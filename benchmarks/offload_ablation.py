@@ -43,7 +43,7 @@ def prompts_of(given: argparse.Namespace, seed: int) -> list[list[int]]:
 def variants(given: argparse.Namespace, config: Any) -> dict[str, tuple[Any, Any, dict[str, Any]] | str]:
     """By name: policy, predicted tokens a second and settings; or why it cannot run."""
     from quire.errors import ConfigError, QuireError
-    from quire.offload.costs import Policy
+    from quire.offload.costs import OffloadPolicy
     from quire.offload.planner import predict
     from quire.offload.profile import read_profile
     from quire.offload.units import ALL, NONE, Share, Split
@@ -54,10 +54,10 @@ def variants(given: argparse.Namespace, config: Any) -> dict[str, tuple[Any, Any
     work = workload_of(prompts, outputs)
     profile, subject = read_profile(given.profile), Subject.of(str(given.model), config)
 
-    def said(policy: Policy) -> Any:
+    def said(policy: OffloadPolicy) -> Any:
         return predict(profile, subject.sizes, work, policy, budget=subject.token_budget)
 
-    def row(policy: Policy, **more: Any) -> tuple[Any, Any, dict[str, Any]]:
+    def row(policy: OffloadPolicy, **more: Any) -> tuple[Any, Any, dict[str, Any]]:
         prediction = said(policy)
         rate = given.lines * given.output / seconds_of(policy, prediction, given.lines)
         return policy, rate, {"model.max_context": -(-(given.prompt + given.output) // 64) * 64, **more}
@@ -66,17 +66,17 @@ def variants(given: argparse.Namespace, config: Any) -> dict[str, tuple[Any, Any
     half, memory, disk = Split((Share(0.5), Share(0.5))), Split((ALL, NONE)), Split((NONE, ALL))
     found: dict[str, tuple[Any, Any, dict[str, Any]] | str] = {
         "all": row(chosen),
-        "no search": row(Policy(4, 4, half, half, memory)),
+        "no search": row(OffloadPolicy(4, 4, half, half, memory)),
         "no overlap": row(chosen, **{"offload.overlap": False}),
     }
-    needed = said(Policy(1, 1, memory, memory, memory)).memory["cpu"]
+    needed = said(OffloadPolicy(1, 1, memory, memory, memory)).memory["cpu"]
     if needed > config.offload.memory:
         found["no disk"] = f"needs {needed / 1e6:.0f} MB, and has {config.offload.memory / 1e6:.0f}"
     else:
-        found["no disk"] = row(Policy(chosen.block, 1, memory, memory, memory))
+        found["no disk"] = row(OffloadPolicy(chosen.block, 1, memory, memory, memory))
     sizes_that_fit = []
     for size in range(1, given.lines + 1):
-        policy = Policy(size, 1, disk, memory, memory)
+        policy = OffloadPolicy(size, 1, disk, memory, memory)
         try:
             if said(policy).memory["cpu"] <= config.offload.memory:
                 sizes_that_fit.append(policy)

@@ -90,11 +90,11 @@ class Case:
 
     def policy(self, disk_share: float) -> Any:
         """Its policy with a share of the weights on the disk."""
-        from quire.offload.costs import Policy
+        from quire.offload.costs import OffloadPolicy
         from quire.offload.units import Share, Split
 
         shares = [Split((Share(1 - each), Share(each))) for each in (disk_share, self.cache_share, self.hidden_share)]
-        return Policy(self.sequences // self.num_batches, self.num_batches, *shares)
+        return OffloadPolicy(self.sequences // self.num_batches, self.num_batches, *shares)
 
     @property
     def engine(self) -> tuple[Any, ...]:
@@ -160,7 +160,7 @@ class Calibration:
 def run_round(given: argparse.Namespace, subject: Any, calibration: Calibration, runs: Any, drops: Drops) -> None:
     """One round: the profile's generations and the policies, in the order of their shares. runs: see main."""
     from quire.evaluation.offload_profile import generator
-    from quire.offload.costs import Workload
+    from quire.offload.costs import BlockWorkload
     from quire.offload.planner import num_passes
     from quire.offload.quiet import OtherLoad
 
@@ -178,7 +178,7 @@ def run_round(given: argparse.Namespace, subject: Any, calibration: Calibration,
             made.run(1, 32, 2)
             for case in cases:
                 case.disk_share = made.disk_share
-                passes = num_passes(Workload(case.prompt, case.output), case.sequences, given.budget)
+                passes = num_passes(BlockWorkload(case.prompt, case.output), case.sequences, given.budget)
                 for _ in range(1 + given.retries):
                     reason, load = calibration.moved(), OtherLoad()
                     timing = made.run(case.sequences, case.prompt, case.output)
@@ -219,9 +219,9 @@ def main() -> int:
     from quire.config import EngineConfig
     from quire.evaluation.offload_profile import fitted, measure_parts, placements, run_shapes
     from quire.models.image_folder import list_images
-    from quire.offload.costs import Workload
+    from quire.offload.costs import BlockWorkload
     from quire.offload.planner import predict
-    from quire.offload.profile import Run
+    from quire.offload.profile import ProfiledRun
     from quire.offload.quiet import OtherLoad
     from quire.offload.units import Share
     from quire.planning.offload_sizes import Subject
@@ -242,7 +242,7 @@ def main() -> int:
         run_round(given, subject, calibration, fitting, dropped)
         run_round(given, subject, calibration, cases, drops)
     runs = [
-        Run(
+        ProfiledRun(
             Share(each.disk_share), each.sequences, each.prompt, each.output, given.budget, median(each.quietest()),
             memory=max(each.memory),
         )
@@ -252,11 +252,11 @@ def main() -> int:
     rows, predicted, predicted_all, measured, errors, errors_of_all, of_memory = [], [], [], [], [], [], []
     for case in cases:
         policy = case.policy(case.disk_share)
-        said = predict(profile, subject.sizes, Workload(case.prompt, case.output), policy, budget=given.budget)
+        said = predict(profile, subject.sizes, BlockWorkload(case.prompt, case.output), policy, budget=given.budget)
         # A realised share, if it is requested, gives another placement, with other buffers.
         requested = case.policy(case.requested)
         memory = predict(
-            profile, subject.sizes, Workload(case.prompt, case.output), requested, budget=given.budget
+            profile, subject.sizes, BlockWorkload(case.prompt, case.output), requested, budget=given.budget
         ).memory["cpu"]
         seconds = median(case.seconds)
         error = said.throughput * seconds / case.tokens - 1

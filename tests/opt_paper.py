@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.offload.costs import CostModel, Form, Options, Sizes, Workload
+from quire.offload.costs import BlockWorkload, CostModel, Form, Options, Sizes
 from quire.offload.paper import FORMS, t4
 from quire.offload.units import Share, Split
 
@@ -33,7 +33,7 @@ OPT_30B = Opt(48, 7168, 28672, 56)
 OPT_175B = Opt(96, 12288, 49152, 96)
 
 
-def sizes(opt: Opt, workload: Workload, form: Form) -> Sizes:
+def sizes(opt: Opt, workload: BlockWorkload, form: Form) -> Sizes:
     """The bytes and operations of a layer in 16 bits, with the working memory of the appendix or of the code.
 
     Without what attention needs for the GPU's share of the cache, which the policies here leave empty.
@@ -59,7 +59,7 @@ def sizes(opt: Opt, workload: Workload, form: Form) -> Sizes:
 
 def cost_model(
     opt: Opt,
-    workload: Workload,
+    workload: BlockWorkload,
     micro_batch: int,
     num_batches: int,
     capacities: tuple[float, float, float],

@@ -31,7 +31,7 @@ from quire.models.decoder import build_model
 from quire.models.layers import TorchOps, torch_dtype
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer
-from quire.simulation.arrivals import Arrivals, Disk, LateReads
+from quire.simulation.arrivals import ChunkArrivals, LateReads, SimulatedDisk
 from quire.simulation.cluster import Place, SimulatedCluster
 from quire.simulation.engine import EngineLoop, EngineOf, Plan, StoresOf, make_engine, no_stores, with_stores
 from quire.simulation.events import Events, StepClock
@@ -63,7 +63,7 @@ class Recording:
     """The runner of a real engine. Every step takes random seconds."""
 
     def __init__(
-        self, engine: Engine, clock: StepClock, arrivals: Arrivals, script: Script, rng: random.Random
+        self, engine: Engine, clock: StepClock, arrivals: ChunkArrivals, script: Script, rng: random.Random
     ) -> None:
         self.inner, self.clock, self.arrivals, self.script, self.rng = engine.runner, clock, arrivals, script, rng
 
@@ -88,7 +88,7 @@ class Recording:
 class Replaying:
     """The runner of a simulated engine that has the results of a real one."""
 
-    def __init__(self, clock: StepClock, arrivals: Arrivals, script: Script, vocab_size: int) -> None:
+    def __init__(self, clock: StepClock, arrivals: ChunkArrivals, script: Script, vocab_size: int) -> None:
         self.clock, self.arrivals, self._vocab_size = clock, arrivals, vocab_size
         self.results = iter(script.results)
 
@@ -141,7 +141,7 @@ class LateMemory(MemoryStore):
 
     name = "disk"
 
-    def __init__(self, cap: int, link: Link, events: Events, arrivals: Arrivals, lifetime: float | None) -> None:
+    def __init__(self, cap: int, link: Link, events: Events, arrivals: ChunkArrivals, lifetime: float | None) -> None:
         super().__init__(cap, pinned=False, lifetime=lifetime, clock=lambda: events.now)
         self.reads = LateReads(link, events, arrivals)
 
@@ -216,7 +216,7 @@ class Setting:
         """Makes an engine that computes and records."""
         plan = self.plan()
 
-        def make(clock: StepClock, arrivals: Arrivals, tiers: Tiers | None) -> Engine:
+        def make(clock: StepClock, arrivals: ChunkArrivals, tiers: Tiers | None) -> Engine:
             model = build_model(self.shape, RandomWeights(self.shape, 0), TorchOps(), torch_dtype("float32"))
             words = Tokenizer(byte_tokenizer(), None, BOS, EOS)
             config = replace(plan.config, attention=replace(plan.config.attention, backend="reference"))
@@ -235,7 +235,7 @@ class Setting:
         """Makes an engine that replays."""
         plan = self.plan()
 
-        def make(clock: StepClock, arrivals: Arrivals, tiers: Tiers | None) -> Engine:
+        def make(clock: StepClock, arrivals: ChunkArrivals, tiers: Tiers | None) -> Engine:
             engine = make_engine(plan, clock, arrivals, tiers)
             engine.eos_token_ids = tuple(dict.fromkeys((*self.shape.eos_token_ids, EOS)))
             engine.any_runner = Replaying(clock, arrivals, script, self.shape.vocab_size)
@@ -251,7 +251,7 @@ class Setting:
         lifetime = self.config().cache.lifetime
         if real:
             return lambda events, arrivals: [LateMemory(self.disk, DISK, events, arrivals, lifetime)]
-        return lambda events, arrivals: [Disk("disk", self.disk, DISK, events, arrivals, lifetime)]
+        return lambda events, arrivals: [SimulatedDisk("disk", self.disk, DISK, events, arrivals, lifetime)]
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ def watch(engine: Engine, notes: list[Note], name: str = "") -> None:
 def run_alone(engine_of: EngineOf, stores: StoresOf, load: Sequence[TimedRequest]) -> list[Note]:
     """What an engine decides for a load."""
     events, notes = Events(), list[Note]()
-    arrivals, clock = Arrivals(events), StepClock(events)
+    arrivals, clock = ChunkArrivals(events), StepClock(events)
     engine = with_stores(engine_of, clock, arrivals, stores(events, arrivals))
     watch(engine, notes)
 

@@ -31,7 +31,7 @@ from quire.load import calibration_for
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
 from quire.offload.memory_plan import MemoryPlan
-from quire.simulation.arrivals import Arrivals
+from quire.simulation.arrivals import ChunkArrivals
 from quire.simulation.cluster import Answered, Place, SimulatedCluster
 from quire.simulation.engine import Plan, check_simulated, make_engine
 from quire.simulation.events import Events, StepClock
@@ -114,7 +114,7 @@ def held(
     if roles:
         return fill_instances(plan, roles, asked)
     events = Events()
-    return fill(make_engine(plan, StepClock(events), Arrivals(events)), asked)
+    return fill(make_engine(plan, StepClock(events), ChunkArrivals(events)), asked)
 
 
 def fill(engine: Engine, asked: Iterator[Asked]) -> Held:

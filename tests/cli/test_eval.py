@@ -17,7 +17,7 @@ from quire.config import EngineConfig
 from quire.evaluation import Perplexity, Retrieval, perplexity
 from quire.evaluation.curves import Quality
 from quire.evaluation.plot import save_plot
-from quire.planning.space import Machine, Space
+from quire.planning.space import SearchLimits, Space
 from quire.timing.latency import Origin
 
 from ..effort import full_only
@@ -78,7 +78,7 @@ def test_windows_are_kept_for_plans_and_fewer_do_not_replace_more(
     assert main(words) == 0
     dense, found = lines(capsys)
     assert len(found["window_nll"]) == 2 and sum(found["window_nll"]) / 2 == pytest.approx(found["nll"])
-    space = Space.of(Machine())
+    space = Space.of(SearchLimits())
     (settings,) = (each for each in space.settings() if space.name(each) == name)
     assert main([*words, "--windows", "1"]) == 0
     loss = Quality(folder, CONFIG, space).losses.of(settings)

@@ -19,7 +19,7 @@ from quire.cli import main, simulation_common
 from quire.config import ClusterConfig, EngineConfig
 from quire.planning.placement_file import Instances, Placement, Predicted
 from quire.simulation.load import Load
-from quire.simulation.run import Run
+from quire.simulation.run import SimulationRun
 from quire.simulation.setup import LocalModel, Setup
 from quire.timing.kept_latencies import kept_folder
 from quire.timing.latency import LatencyModel
@@ -96,7 +96,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 def test_attainment_counts_requests_that_meet_both_targets(
     words: list[str], local: Callable[..., Setup], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = Run(local(), Load(made_workload(), 60), 20.0).outcome()
+    outcome = SimulationRun(local(), Load(made_workload(), 60), 20.0).outcome()
     ttft, tpot = (float(np.quantile(values, 0.8)) for values in (outcome.ttft, outcome.tpot))
     found = printed(capsys, *words, "--rate", "20", "--slo.ttft", str(ttft), "--slo.tpot", str(tpot))
     both = float(((outcome.ttft <= ttft) & (outcome.tpot <= tpot)).mean())

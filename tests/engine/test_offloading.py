@@ -20,7 +20,7 @@ from quire.cli import main
 from quire.config import EngineConfig
 from quire.engine.build import resolve
 from quire.errors import ConfigError, QuireError
-from quire.offload.costs import Policy
+from quire.offload.costs import OffloadPolicy
 from quire.offload.files import policy_text
 from quire.offload.mover import Mover
 from quire.offload.table import OffloadedTable
@@ -137,7 +137,7 @@ def policy_file(folder: Path, micro_batch: int, num_batches: int, weights: int, 
     """A policy with these percents in memory."""
     splits = (percents(each, 100 - each) for each in (weights, cache, hidden))
     file = folder / "policy.json"
-    file.write_text(policy_text(Policy(micro_batch, num_batches, *splits), ("cpu", "disk")))
+    file.write_text(policy_text(OffloadPolicy(micro_batch, num_batches, *splits), ("cpu", "disk")))
     return str(file)
 
 

@@ -22,7 +22,7 @@ from quire.errors import ConfigError
 from quire.models.image_folder import DRAFT_SUFFIX, image_folder, image_path, lock_draft
 from quire.models.images import full_image_spec
 from quire.models.weights import open_model
-from quire.offload.costs import Policy
+from quire.offload.costs import OffloadPolicy
 from quire.offload.files import policy_text, read_policy
 from quire.offload.units import Share, Split
 from tests.engines import keep_calibration
@@ -87,7 +87,7 @@ def test_tokens_are_the_same_with_offloading(
 def test_a_policy_s_file_is_what_runs(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     half = Split((Share(0.5), Share(0.5)))
     memory = Split((Share(1.0), Share(0.0)))
-    policy = Policy(4, 1, half, memory, memory)
+    policy = OffloadPolicy(4, 1, half, memory, memory)
     file = tmp_path / "policy.json"
     file.write_text(policy_text(policy, ("cpu", "disk")))
     assert read_policy(file, ("cpu", "disk")) == policy
@@ -98,7 +98,9 @@ def test_a_policy_s_file_is_what_runs(model: Path, tmp_path: Path, caplog: pytes
 
 def test_a_policy_that_cannot_be_followed_is_refused(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "policy.json"
-    file.write_text(policy_text(Policy(4, 1, percents(50, 50), percents(50, 50), percents(100, 0)), ("cpu", "disk")))
+    file.write_text(
+        policy_text(OffloadPolicy(4, 1, percents(50, 50), percents(50, 50), percents(100, 0)), ("cpu", "disk"))
+    )
     for options, message in (
         ({"tiers.disk": f"{tmp_path}:64MiB"}, f"the policy {file}.* has no other tiers"),
         ({"cache.memory": "1MiB"}, "an offloaded cache needs at least"),
@@ -160,15 +162,15 @@ def test_a_policy_has_only_what_the_machine_does(
     tmp_path: Path, tiers: tuple[str, ...], changes: dict[str, Any], message: str
 ) -> None:
     near = percents(100, *[0] * (len(tiers) - 1))
-    policy = replace(Policy(4, 1, near, near, near), **changes)
+    policy = replace(OffloadPolicy(4, 1, near, near, near), **changes)
     file = tmp_path / "policy.json"
     file.write_text(policy_text(policy, tiers))
     backend = "triton" if "gpu" in tiers else "cpu"
     config = EngineConfig.from_options({"offload.mode": str(file), "attention.backend": backend})
     with pytest.raises(ConfigError, match=message):
         policy_of(config)
-    file.write_text(policy_text(Policy(4, 1, near, near, near), tiers))
-    assert policy_of(config) == Policy(4, 1, near, near, near)
+    file.write_text(policy_text(OffloadPolicy(4, 1, near, near, near), tiers))
+    assert policy_of(config) == OffloadPolicy(4, 1, near, near, near)
 
 
 def test_weights_that_fit_are_not_offloaded(model: Path, caplog: pytest.LogCaptureFixture) -> None:

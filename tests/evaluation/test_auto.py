@@ -22,8 +22,8 @@ from quire.evaluation.latency_bench import settings_of as speed_settings
 from quire.evaluation.speeds import Speeds
 from quire.evaluation.trying import Slices, fresh_seeds
 from quire.planning.auto import Rung, Trial
-from quire.planning.curves import Curve
-from quire.planning.space import Machine, Settings, Space
+from quire.planning.curves import LossCurve
+from quire.planning.space import SearchLimits, Settings, Space
 from quire.simulation.load import Load
 from quire.simulation.setup import LINKS, LocalModel
 from quire.timing.latency import Origin, StepWork
@@ -171,7 +171,7 @@ def known(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     """The user's cache folder, with what an earlier plan has measured: dense is slower than g4, which loses 0.1 %."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, options = str(folder / "model"), {"runtime.threads": 1}
-    space = Space.of(Machine(cores=1))
+    space = Space.of(SearchLimits(cores=1))
     kept = tmp_path / "quire" / "latency"
     kept.mkdir(parents=True)
     for codec, base in (("dense", 0.012), ("g4", 0.006)):
@@ -185,7 +185,7 @@ def known(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
         way = quality.losses.scoring_of(settings)
         assert way is not None
         quality.losses.curves.keep(
-            Curve(quality.model_id, dict(quality.key_of(settings)), way.text, "text.txt", way.context, None, losses)
+            LossCurve(quality.model_id, dict(quality.key_of(settings)), way.text, "text.txt", way.context, None, losses)
         )
     monkeypatch.setattr(planning, "RUNGS", (Rung(24, 0.3, 8, until=0.5), Rung(30, 0.2, 4, confirms=True)))
     return tmp_path
@@ -266,10 +266,10 @@ def test_latencies_are_kept_ones_or_follow_from_their_parts(words: list[str], kn
     speeds = planner_from(words).speeds
     dense = speeds.of(speeds.space.first)
     assert dense.origin is Origin.FITTED and dense.model.coefficients["base"] == 0.012
-    both = chosen("g4 weights", "g4", space=Space.of(Machine(cores=2)))
+    both = chosen("g4 weights", "g4", space=Space.of(SearchLimits(cores=2)))
     assert speeds.of(both) is None  # nothing says what these weights save
-    assert speeds.needed([both]) == [chosen("g4 weights", space=Space.of(Machine(cores=2)))]
-    about = {**speeds.wanted(chosen("g4 weights", space=Space.of(Machine(cores=2))))}
+    assert speeds.needed([both]) == [chosen("g4 weights", space=Space.of(SearchLimits(cores=2)))]
+    about = {**speeds.wanted(chosen("g4 weights", space=Space.of(SearchLimits(cores=2))))}
     speeds.models.append(latency(0.008, 1e-7, 5e-5, **about))
     found = speeds.of(both)
     assert found.origin is Origin.MODELLED and found.how == "from the steps of g4 weights and of g4"

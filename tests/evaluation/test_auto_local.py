@@ -10,7 +10,7 @@ import pytest
 from quire.errors import ConfigError
 from quire.evaluation.auto import Fit
 from quire.evaluation.auto_local import LocalPlanner
-from quire.planning.space import Machine, Settings, Space
+from quire.planning.space import SearchLimits, Settings, Space
 from tests.evaluation.test_auto import folder as folder
 from tests.evaluation.test_auto import known as known
 from tests.evaluation.test_auto import planner_from
@@ -76,7 +76,7 @@ def test_memory_is_divided_among_processes_weights_and_caches(words: list[str], 
     one = planner.fit(planner.space.first)
     assert one.room.total <= 1 << 30 and one.room.total > 0.98 * (1 << 30)
     assert planner.fit(planner.space.first, 0.5).room.cache == pytest.approx(one.room.cache / 2, rel=0.01)
-    apart = chosen("prefill + decode", space=Space.of(Machine(cores=2)))
+    apart = chosen("prefill + decode", space=Space.of(SearchLimits(cores=2)))
     two = planner.fit(apart)
     assert 2 * two.room.cache == pytest.approx(one.room.cache - 2 * planner.process_bytes, rel=0.02)
     planner.goal = type(planner.goal)(**{**vars(planner.goal), "memory": 200 << 20})

@@ -14,8 +14,8 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.evaluation import curves as measuring
 from quire.evaluation.curves import Quality, Text
-from quire.planning.curves import Curve
-from quire.planning.space import Machine, Settings, Space
+from quire.planning.curves import LossCurve
+from quire.planning.space import SearchLimits, Settings, Space
 from quire.timing.latency import Origin
 from tests.planning.test_curves import model as model
 from tests.planning.test_curves import settings_of
@@ -28,7 +28,7 @@ def quality(model: str, tmp_path: Path) -> Callable[..., Quality]:
     def make(text: Text | None = TEXT, **changes: Any) -> Quality:
         settings = {"context": 160, "num_windows": 3, "folder": tmp_path, **changes}
         base = EngineConfig.from_options({"runtime.threads": 1, "model.dtype": "float32"})
-        return Quality(model, base, Space.of(Machine(cores=2)), text, **settings)
+        return Quality(model, base, Space.of(SearchLimits(cores=2)), text, **settings)
 
     return make
 
@@ -114,7 +114,7 @@ def test_nothing_is_measured_behind_a_choice_that_loses_too_much(
             way = found.losses.scoring_of(settings)
             assert way is not None
             found.losses.curves.keep(
-                Curve(
+                LossCurve(
                     found.model_id, dict(found.key_of(each)), way.text, "", way.context, way.continuation,
                     (loss, loss),
                 )

@@ -12,7 +12,7 @@ import pytest
 from quire.cli import main
 from quire.config import EngineConfig
 from quire.evaluation.latency_bench import retention_text, settings_of
-from quire.evaluation.latency_points import Point
+from quire.evaluation.latency_points import DesignPoint
 from quire.evaluation.latency_steps import Measurement, Visit, measure
 from quire.models.fingerprint import fingerprint
 from quire.timing.kept_latencies import kept_folder, kept_models
@@ -28,7 +28,7 @@ def test_a_measurement_keeps_visits_that_nothing_disturbed() -> None:
     def visit(cores: float) -> Visit:
         return Visit(cores, [(StepWork(decode_rows=1), float(next(seconds)))])
 
-    busy, quiet, once = Point("prompt", 1), Point("prompt", 2), Point("prompt", 3)
+    busy, quiet, once = DesignPoint("prompt", 1), DesignPoint("prompt", 2), DesignPoint("prompt", 3)
     visits = {
         busy: [visit(0.0), visit(99.0), visit(90.0)],
         quiet: [visit(0.0), visit(99.0), visit(0.0), visit(0.0)],

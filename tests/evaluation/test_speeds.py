@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.evaluation.speeds import LEAST_SECONDS, Speeds
-from quire.planning.space import Machine, Settings, Space
+from quire.planning.space import SearchLimits, Settings, Space
 from quire.timing.composed import grid
 from quire.timing.latency import Origin, StepWork
 from tests.evaluation.test_auto import folder as folder
@@ -24,7 +24,7 @@ def test_a_measurement_without_steps_that_decode_tells_nothing_and_is_not_kept(
     words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If time was over before the first one, a fit would give them the seconds of prompts, or none."""
-    speeds, part = planner_from(words).speeds, chosen("nuq4", space=Space.of(Machine(cores=2)))
+    speeds, part = planner_from(words).speeds, chosen("nuq4", space=Space.of(SearchLimits(cores=2)))
     prompts = [(StepWork(rows, rows * rows / 2, 0, 0.0, 0.0, 1), 0.01 * rows) for rows in (64, 128, 256)]
     decoding = [(StepWork(0, 0.0, rows, 100.0 * rows, 100.0 * rows, 0), 0.01) for rows in (1, 2, 4)]
     before = sorted(path.name for path in speeds._folder.iterdir())
@@ -40,7 +40,7 @@ def test_a_measurement_without_steps_that_decode_tells_nothing_and_is_not_kept(
 
 
 def test_a_codec_that_was_not_measured_is_as_fast_as_one_like_it(words: list[str], known: Path) -> None:
-    space = Space.of(Machine(cores=2))
+    space = Space.of(SearchLimits(cores=2))
     speeds = planner_from(words).speeds
     speeds.models.append(latency(0.007, **speeds.wanted(chosen("nuq4", space=space))))
     assert speeds.of(chosen("nuq4", space=space)).origin is Origin.FITTED
@@ -72,7 +72,7 @@ def test_steps_are_measured_once_and_kept(words: list[str], known: Path, monkeyp
         return [(work, model.seconds(work)) for work in grid(model)], {**self.wanted(timed)}
 
     monkeypatch.setattr(Speeds, "_steps", steps)
-    space = Space.of(Machine(cores=2))
+    space = Space.of(SearchLimits(cores=2))
     weights, nuq4, nuq3 = (chosen(name, space=space) for name in ("g4 weights", "nuq4", "nuq3"))
     speeds = planner_from(words).speeds
     assert speeds.measure_all([weights], time.monotonic() + 100) == {} and len(asked) == 1
@@ -98,7 +98,7 @@ def test_what_all_settings_need_is_measured_again_for_longer_if_nothing_came_of_
     for path in (known / "quire" / "latency").iterdir():
         path.unlink()
     speeds = planner_from(words).speeds
-    nuq4 = chosen("nuq4", space=Space.of(Machine(cores=2)))
+    nuq4 = chosen("nuq4", space=Space.of(SearchLimits(cores=2)))
     now = time.monotonic()
     assert speeds.measure_all([nuq4], now + 20, last=now + 30)[speeds.space.first].startswith("no steps were measured")
     told = speeds.measure_all([nuq4], now + 20, last=now + 300)

@@ -16,7 +16,7 @@ import torch
 from quire.attention.rows import RowSlice
 from quire.engine import offloaded_cache, offloading
 from quire.offload.attended import split_near_far
-from quire.offload.costs import Policy
+from quire.offload.costs import OffloadPolicy
 from quire.offload.units import Share
 from tests.engine.test_offloading import CODECS, LAYERS, ON_DISK, Run, expected, greedy, least, numbers, running
 
@@ -54,7 +54,7 @@ def beside_a_device(attended: float | None = None) -> Iterator[None]:
     """Memory stands for a device's, and chunks leave it for other memory. attended: what a policy says; None: without
     one.
     """
-    policy = None if attended is None else Policy(2, 2, *percents_of(attended))
+    policy = None if attended is None else OffloadPolicy(2, 2, *percents_of(attended))
     told: dict[str, Any] = {} if policy is None else {"policy_of": lambda config: policy}
     home = {"offload_target": lambda model, config: torch.device("cpu")}
     with patched(offloading, **told), patched(offloaded_cache, **told, **home):

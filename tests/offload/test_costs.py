@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 
-from quire.offload.costs import Form, Link, Policy, Traffic, Workload
+from quire.offload.costs import BlockWorkload, Form, OffloadPolicy, TierLink, Traffic
 from quire.offload.paper import FORMS
 from quire.offload.policy import predict
 from quire.offload.units import Share
 from tests.offload.test_policy import ROOM, WORK
 from tests.opt_paper import OPT_30B, cost_model, percents
 
-GIVEN = Policy(48, 3, percents(20, 80, 0), percents(0, 100, 0), percents(0, 100, 0), attended=Share(1.0))
+GIVEN = OffloadPolicy(48, 3, percents(20, 80, 0), percents(0, 100, 0), percents(0, 100, 0), attended=Share(1.0))
 """The paper's policy for OPT-30B."""
 
 
@@ -33,7 +33,7 @@ def test_attention_on_the_cpu_moves_a_row_and_not_the_cache() -> None:
     one_way = Traffic.alike(1.0)
     first, second = model.machine.decode.links
     machine = dataclasses.replace(
-        model.machine, decode=dataclasses.replace(model.machine.decode, links=(Link(one_way, one_way), second))
+        model.machine, decode=dataclasses.replace(model.machine.decode, links=(TierLink(one_way, one_way), second))
     )
     counted = dataclasses.replace(model, machine=machine)
 
@@ -46,12 +46,12 @@ def test_attention_on_the_cpu_moves_a_row_and_not_the_cache() -> None:
     assert crossed(1) == pytest.approx(row)
     # Its new keys and values are written back.
     assert crossed(0) == pytest.approx(row + cache + 4 * 7168 * 144)
-    assert first != Link(one_way, one_way)
+    assert first != TierLink(one_way, one_way)
 
 
 def test_a_shared_beginning_is_computed_and_stored_once() -> None:
-    alone = Workload(prompt_tokens=100, output_tokens=10)
-    shared = Workload(prompt_tokens=100, output_tokens=10, shared_tokens=64, num_prefixes=2)
+    alone = BlockWorkload(prompt_tokens=100, output_tokens=10)
+    shared = BlockWorkload(prompt_tokens=100, output_tokens=10, shared_tokens=64, num_prefixes=2)
     assert shared.computed_tokens(8) == 8 * 36 + 2 * 64
     assert shared.cached_tokens(8, 10) == 8 * 46 + 2 * 64
     assert shared.pairs(8) == 8 * 100**2 - 6 * 64**2
@@ -61,6 +61,6 @@ def test_a_shared_beginning_is_computed_and_stored_once() -> None:
 
 
 def test_retention_reduces_the_cache_and_nothing_else() -> None:
-    kept = Workload(prompt_tokens=100, output_tokens=10, kept=Share(0.5), growth=Share(0.2))
+    kept = BlockWorkload(prompt_tokens=100, output_tokens=10, kept=Share(0.5), growth=Share(0.2))
     assert kept.cached_tokens(4, 10) == 4 * (50 + 2) and kept.computed_tokens(4) == 400
     assert kept.attended_tokens(4, 10) == 4 * 52

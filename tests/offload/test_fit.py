@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from quire.evaluation.offload_profile import fitted, seconds_of_run
-from quire.offload.costs import Workload
+from quire.offload.costs import BlockWorkload
 from quire.offload.fit import fit
 from quire.offload.planner import predict
-from quire.offload.profile import Corrections, Run
+from quire.offload.profile import Corrections, ProfiledRun
 from quire.offload.units import Share
 from tests.offload.test_profile import BUDGET, MIB, SIZES, on_disk, profile_with, with_device
 
@@ -20,13 +20,13 @@ def test_the_fit_recovers_known_corrections(monkeypatch: pytest.MonkeyPatch) -> 
     made = profile_with()
     truth = Corrections(1.3, 0.8, 1.6, 0.3, 0.004, 0.0005)  # and the bus, which no run without a GPU shows
 
-    def seconds_of(run: Run, corrections: Corrections) -> float:
-        work = Workload(run.prompt_tokens, run.output_tokens)
+    def seconds_of(run: ProfiledRun, corrections: Corrections) -> float:
+        work = BlockWorkload(run.prompt_tokens, run.output_tokens)
         chosen = dataclasses.replace(made, corrections=corrections)
         return predict(chosen, SIZES, work, on_disk(run.disk_share, run.sequences), budget=run.budget).seconds
 
     shapes = [(1, 32, 8), (4, 320, 2), (8, 96, 6), (32, 32, 6)]
-    blank = [Run(Share(share), *shape, BUDGET, 1.0) for share in (0.0, 0.1, 0.5, 1.0) for shape in shapes]
+    blank = [ProfiledRun(Share(share), *shape, BUDGET, 1.0) for share in (0.0, 0.1, 0.5, 1.0) for shape in shapes]
     runs = [dataclasses.replace(run, seconds=seconds_of(run, truth)) for run in blank]
     found = fit(runs, seconds_of)
     assert [seconds_of(run, found) / run.seconds for run in runs] == pytest.approx([1] * len(runs), rel=0.05)
@@ -42,9 +42,13 @@ def test_the_fit_recovers_the_corrections_of_a_machine_with_a_gpu(monkeypatch: p
     sizes = dataclasses.replace(SIZES, layer_bytes=20.0 * MIB, decode=(1.0,))
     shapes = [(1, 32, 8), (4, 320, 2), (8, 96, 6), (32, 32, 6)]
     places = [(0.0, 0.0), (0.0, 0.5), (0.0, 1.0), (0.2, 0.8), (1.0, 0.0)]
-    blank = [Run(Share(disk), *shape, BUDGET, 1.0, host_share=Share(host)) for disk, host in places for shape in shapes]
+    blank = [
+        ProfiledRun(Share(disk), *shape, BUDGET, 1.0, host_share=Share(host))
+        for disk, host in places
+        for shape in shapes
+    ]
 
-    def seconds_of(run: Run, corrections: Corrections) -> float:
+    def seconds_of(run: ProfiledRun, corrections: Corrections) -> float:
         return seconds_of_run(dataclasses.replace(made, corrections=corrections), sizes, run)
 
     monkeypatch.setattr(sys.modules[fit.__module__], "PULL", 1e-4)
@@ -57,7 +61,7 @@ def test_the_fit_recovers_the_corrections_of_a_machine_with_a_gpu(monkeypatch: p
 def test_one_run_leaves_what_it_does_not_show() -> None:
     made = profile_with()
 
-    def seconds_of(run: Run, corrections: Corrections) -> float:
+    def seconds_of(run: ProfiledRun, corrections: Corrections) -> float:
         return corrections.disk
 
     found = fit([dataclasses.replace(made.runs[0], seconds=2.0)], seconds_of)
@@ -71,14 +75,14 @@ def test_the_scratch_of_products_is_what_explains_the_largest_memory() -> None:
 
     def memory(share: float, shape: tuple[int, int, int], factor: float) -> float:
         chosen = dataclasses.replace(made, corrections=Corrections(scratch=factor))
-        work = Workload(shape[1], shape[2])
+        work = BlockWorkload(shape[1], shape[2])
         return predict(chosen, sizes, work, on_disk(share, shape[0]), budget=BUDGET).memory["cpu"]
 
-    def shape_of(run: Run) -> tuple[int, int, int]:
+    def shape_of(run: ProfiledRun) -> tuple[int, int, int]:
         return run.sequences, run.prompt_tokens, run.output_tokens
 
     shapes = [(1, 32, 8), (4, 64, 2)]
-    runs = [Run(Share(share), *shape, BUDGET, 1.0) for share in (0.0, 0.5, 1.0) for shape in shapes]
+    runs = [ProfiledRun(Share(share), *shape, BUDGET, 1.0) for share in (0.0, 0.5, 1.0) for shape in shapes]
     runs = [dataclasses.replace(run, memory=memory(run.disk_share, shape_of(run), 2.5)) for run in runs]
     assert memory(0.0, (4, 64, 2), 2.5) - memory(0.0, (4, 64, 2), 1.0) == pytest.approx(1.5 * 3000 * rows)
     assert fitted(made, sizes, runs).corrections.scratch == pytest.approx(2.5)

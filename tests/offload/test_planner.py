@@ -15,7 +15,7 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.evaluation import offload_profile
-from quire.offload.costs import Policy, Workload
+from quire.offload.costs import BlockWorkload, OffloadPolicy
 from quire.offload.files import policy_text
 from quire.offload.planner import model_of, num_passes, plan_all, predict, prompt_passes
 from quire.offload.policy import PlanError
@@ -27,10 +27,10 @@ from tests.offload.test_profile import BUDGET, MEMORY, MIB, SIZES, beside, on_di
 from tests.offload.test_profile import cache_folder as cache_folder
 from tests.tiny_models import save_tiny, tiny_shape
 
-WORK = Workload(64, 16)
+WORK = BlockWorkload(64, 16)
 
 
-def grid_best(made: Profile, work: Workload, room: tuple[float, ...], grid: Any) -> float:
+def grid_best(made: Profile, work: BlockWorkload, room: tuple[float, ...], grid: Any) -> float:
     """Tokens per second of the best placement of a grid, rows as of CostModel.vector, that fits; of six block sizes."""
     best = 0.0
     for micro, count in itertools.product((1, 4, 8), (1, 2)):
@@ -62,9 +62,9 @@ def test_prompts_are_divided_as_the_scheduler_does(prompts: list[int], budget: i
 
 
 def test_a_block_has_a_pass_for_each_token_and_more_for_its_prompts() -> None:
-    assert num_passes(Workload(64, 8), 4, BUDGET) == 8
-    assert num_passes(Workload(320, 8), 4, BUDGET) == 9
-    assert num_passes(Workload(320, 8, shared_tokens=256, num_prefixes=1), 4, BUDGET) == 9
+    assert num_passes(BlockWorkload(64, 8), 4, BUDGET) == 8
+    assert num_passes(BlockWorkload(320, 8), 4, BUDGET) == 9
+    assert num_passes(BlockWorkload(320, 8, shared_tokens=256, num_prefixes=1), 4, BUDGET) == 9
 
 
 def test_the_slower_stage_counts() -> None:
@@ -83,7 +83,7 @@ def test_the_slower_stage_counts() -> None:
 
 def test_reads_and_writes_of_a_disk_take_turns() -> None:
     made, wide = profile_with(), dataclasses.replace(SIZES, hidden_bytes=float(MIB))
-    policy = Policy(2, 2, MEMORY, MEMORY, Split((NONE, ALL)))
+    policy = OffloadPolicy(2, 2, MEMORY, MEMORY, Split((NONE, ALL)))
     found = predict(made, wide, WORK, policy, budget=BUDGET)
     layer = 4 * MIB / 100e6 + 4 * MIB / 50e6
     assert found.decode_seconds == pytest.approx(15 * 10 * layer)
@@ -96,7 +96,7 @@ def test_a_layer_s_requests_take_their_time_for_every_micro_batch() -> None:
     far = Split((NONE, ALL))
     for cache, hidden, requests in ((MEMORY, MEMORY, (0, 0)), (far, MEMORY, (1, 1)), (MEMORY, far, (2, 2))):
         for micro, count in ((8, 1), (2, 4)):
-            policy = Policy(micro, count, MEMORY, cache, hidden)
+            policy = OffloadPolicy(micro, count, MEMORY, cache, hidden)
             fast, found = (predict(each, SIZES, WORK, policy, budget=BUDGET) for each in (made, slow))
             for phase, number in zip(("prefill", "decode"), requests, strict=True):
                 more = sum(found.stages[phase].values()) - sum(fast.stages[phase].values())
@@ -104,7 +104,7 @@ def test_a_layer_s_requests_take_their_time_for_every_micro_batch() -> None:
 
 
 def test_corrections_have_the_effects_that_they_are_named_for() -> None:
-    def seconds(share: float, work: Workload = WORK, **changes: float) -> tuple[float, float]:
+    def seconds(share: float, work: BlockWorkload = WORK, **changes: float) -> tuple[float, float]:
         made = profile_with(corrections=Corrections(**changes))
         found = predict(made, SIZES, work, on_disk(share), budget=BUDGET)
         return found.prefill_seconds, found.decode_seconds
@@ -122,7 +122,9 @@ def test_corrections_have_the_effects_that_they_are_named_for() -> None:
 
 
 def test_prompts_in_two_passes_read_the_weights_twice() -> None:
-    one, two = (predict(profile_with(), SIZES, Workload(tokens, 2), on_disk(1.0), budget=256) for tokens in (64, 128))
+    one, two = (
+        predict(profile_with(), SIZES, BlockWorkload(tokens, 2), on_disk(1.0), budget=256) for tokens in (64, 128)
+    )
     assert two.stages["prefill"]["disk to cpu"] == pytest.approx(3 * one.stages["prefill"]["disk to cpu"])
 
 
@@ -155,7 +157,7 @@ def test_a_gpu_s_memory_has_two_layers_of_what_it_has_not() -> None:
 @pytest.mark.parametrize("slow", [2.0, 80.0])
 def test_no_placement_of_a_grid_beside_a_gpu_is_faster_than_the_plan(gpu: int, slow: float) -> None:
     """slow: factor on attention on the host, which decides whether it is worth it."""
-    made, work = with_device(slow), Workload(448, 16)
+    made, work = with_device(slow), BlockWorkload(448, 16)
     room = gpu * float(MIB), 1000.0 * MIB, 1000.0 * MIB
     found = plan(made, SIZES, work, room, budget=BUDGET, micro_batches=[1, 4, 8], num_batches=[1, 2])
     shares = [each / 5 for each in range(6)]
@@ -179,7 +181,7 @@ def test_a_plan_keeps_to_the_memory_of_every_tier(cpu: float) -> None:
     sizes = dataclasses.replace(SIZES, matrices=((1.0 * MIB, 3.0 * MIB),) * SIZES.num_layers)
     room = (40.0 * MIB, cpu * MIB, 50.0 * MIB)
     given: Any = {"budget": BUDGET, "micro_batches": [1, 4, 8], "num_batches": [1, 2]}
-    for found in plan_all(with_device(), sizes, Workload(448, 16), room, **given):
+    for found in plan_all(with_device(), sizes, BlockWorkload(448, 16), room, **given):
         policy, memory = found.policy, found.prediction.memory
         assert all(memory[tier] <= size * (1 + 1e-6) for tier, size in zip(TIERS, room, strict=True))
         layers = SIZES.num_layers * SIZES.layer_bytes
@@ -200,13 +202,13 @@ def test_a_window_is_loaded_and_not_attended_to_on_the_host() -> None:
     made = with_device(0.2)
     for window, attends in ((math.inf, True), (464.0, True), (463.0, False)):
         sizes = dataclasses.replace(SIZES, window=window)
-        found = plan(made, sizes, Workload(448, 16), room, budget=BUDGET, micro_batches=[4], num_batches=[2])
+        found = plan(made, sizes, BlockWorkload(448, 16), room, budget=BUDGET, micro_batches=[4], num_batches=[2])
         assert (found.policy.attended > 0) == attends
 
 
 def test_attention_on_the_host_is_planned_where_it_is_worth_it() -> None:
     """A cache that a GPU cannot hold: loaded if the host is slow, attended to where it is if it is fast."""
-    work, room = Workload(448, 16), (28.0 * MIB, 1000.0 * MIB, 1000.0 * MIB)
+    work, room = BlockWorkload(448, 16), (28.0 * MIB, 1000.0 * MIB, 1000.0 * MIB)
     attended = {}
     for slow in (0.2, 2000.0):
         policy = plan(with_device(slow), SIZES, work, room, budget=BUDGET, micro_batches=[4], num_batches=[2]).policy
@@ -217,7 +219,7 @@ def test_attention_on_the_host_is_planned_where_it_is_worth_it() -> None:
 
 def test_only_weights_leave_a_gpu_where_they_must() -> None:
     tight = (40.0 * MIB, 1000.0 * MIB, 1000.0 * MIB)
-    policy = plan(with_device(), SIZES, Workload(448, 16), tight, budget=BUDGET, only_weights=True).policy
+    policy = plan(with_device(), SIZES, BlockWorkload(448, 16), tight, budget=BUDGET, only_weights=True).policy
     assert policy.cache.shares == policy.hidden.shares == (1, 0, 0) and policy.weights.beyond(0) > 0
 
 
@@ -226,7 +228,7 @@ def test_memory_has_whole_matrices_in_two_buffers_of_the_largest_layer() -> None
     layer = SIZES.layer_bytes / MIB
     matrices = ((0.25 * layer * MIB, 0.75 * layer * MIB),) * SIZES.num_layers
     made, sizes = profile_with(), dataclasses.replace(SIZES, matrices=matrices)
-    work, policy = Workload(62, 2), on_disk(0.5, 1)
+    work, policy = BlockWorkload(62, 2), on_disk(0.5, 1)
     before, after = (predict(made, each, work, policy, budget=BUDGET).memory["cpu"] for each in (SIZES, sizes))
     tiers = assign_tiers([[round(size) for size in each] for each in matrices], policy.weights)
     loaded = [sum(size for size, tier in zip(matrices[0], each, strict=True) if tier) for each in tiers]
@@ -270,7 +272,7 @@ def test_of_equal_placements_the_one_that_moves_least_is_found() -> None:
         rng = np.random.default_rng(seed)
         layer, cache, hidden = 10 ** rng.uniform((4, 2, 2), (6, 3.5, 3.5))
         sizes = dataclasses.replace(SIZES, layer_bytes=layer, cache_bytes=cache, hidden_bytes=hidden)
-        work = Workload(float(rng.integers(10, 400)), float(rng.integers(4, 64)))
+        work = BlockWorkload(float(rng.integers(10, 400)), float(rng.integers(4, 64)))
         room = 10 ** rng.uniform(9.5, 10.5), 10 ** rng.uniform(9.5, 11)
         given = {"micro_batches": [int(rng.integers(1, 32))], "num_batches": [int(rng.integers(1, 5))]}
         policy = plan(profile_with(), sizes, work, room, budget=BUDGET, **given).policy
@@ -279,17 +281,17 @@ def test_of_equal_placements_the_one_that_moves_least_is_found() -> None:
 
 def test_only_weights_leave_cache_and_activations_in_memory() -> None:
     made, tight = profile_with(), (26.0 * MIB, 1000.0 * MIB)
-    free = plan(made, SIZES, Workload(448, 16), tight, budget=BUDGET)
-    bound = plan(made, SIZES, Workload(448, 16), tight, budget=BUDGET, only_weights=True)
+    free = plan(made, SIZES, BlockWorkload(448, 16), tight, budget=BUDGET)
+    bound = plan(made, SIZES, BlockWorkload(448, 16), tight, budget=BUDGET, only_weights=True)
     assert free.policy.cache.shares[1] > 0
     assert bound.policy.cache.shares == (1, 0) and bound.policy.hidden.shares == (1, 0)
     assert bound.policy.num_batches == 1
     # Activations of 67 MB in a pass, or buffers of 26 MB for four sequences.
     wide = dataclasses.replace(SIZES, hidden_bytes=65536.0)
     given: Any = {"budget": BUDGET, "micro_batches": [1], "num_batches": [16]}
-    assert plan(made, wide, Workload(100, 16), (66.0 * MIB, 2000.0 * MIB), **given).policy.hidden.shares[1] > 0
+    assert plan(made, wide, BlockWorkload(100, 16), (66.0 * MIB, 2000.0 * MIB), **given).policy.hidden.shares[1] > 0
     with pytest.raises(PlanError, match="cpu lacks"):
-        plan(made, wide, Workload(100, 16), (66.0 * MIB, 2000.0 * MIB), only_weights=True, **given)
+        plan(made, wide, BlockWorkload(100, 16), (66.0 * MIB, 2000.0 * MIB), only_weights=True, **given)
     assert bound.prediction.throughput <= free.prediction.throughput * (1 + 1e-6)
 
 
@@ -297,7 +299,9 @@ def test_activations_are_those_of_a_pass_and_of_its_buffers() -> None:
     made, wide = profile_with(), dataclasses.replace(SIZES, hidden_bytes=4096.0)
 
     def memory(hidden: Split, tokens: int) -> float:
-        found = predict(made, wide, Workload(tokens, 2), Policy(2, 8, MEMORY, MEMORY, hidden), budget=BUDGET)
+        found = predict(
+            made, wide, BlockWorkload(tokens, 2), OffloadPolicy(2, 8, MEMORY, MEMORY, hidden), budget=BUDGET
+        )
         return found.memory["cpu"] - 16 * -(-(tokens + 2) // 64) * 64 * 1024 * 10  # the cache
 
     assert memory(MEMORY, 480) == pytest.approx(memory(MEMORY, 64)), "16 x 64 rows fill a pass"
@@ -343,7 +347,7 @@ def test_a_generation_reads_what_its_passes_read(
         assert streamed > 0
         for sequences, prompt, output in ((1, 5, 3), (3, 100, 4), (20, 70, 2), (2, 400, 3)):
             timing = made.run(sequences, prompt, output)
-            passes = num_passes(Workload(prompt, output), sequences, budget)
+            passes = num_passes(BlockWorkload(prompt, output), sequences, budget)
             assert timing.bytes_read == passes * streamed and timing.seconds > 0
 
 
@@ -362,4 +366,4 @@ def test_prompts_that_share_wait_for_the_first_of_them(tmp_path: Path) -> None:
             params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
             llm.generate([{"prompt_token_ids": each} for each in prompts], params)
             steps = llm.engine.scheduler.counters.steps - before
-            assert steps == num_passes(Workload(shared + own, output, shared, 1), sequences, budget)
+            assert steps == num_passes(BlockWorkload(shared + own, output, shared, 1), sequences, budget)

@@ -14,25 +14,35 @@ import scipy.optimize
 
 from quire.errors import ConfigError
 from quire.offload.costs import (
+    BlockWorkload,
     CostModel,
     Form,
     Kind,
-    Link,
-    Machine,
+    OffloadPolicy,
     Options,
-    Policy,
     Rates,
     Sizes,
+    TieredMachine,
+    TierLink,
     Traffic,
-    Workload,
 )
 from quire.offload.paper import FORMS, GIB
-from quire.offload.policy import Found, PlanError, best, best_placement, lack_text, lacks_of, placed, predict, search
+from quire.offload.policy import (
+    PlacedBlock,
+    PlanError,
+    best,
+    best_placement,
+    lack_text,
+    lacks_of,
+    placed,
+    predict,
+    search,
+)
 from quire.offload.units import TIERS, Share, Split, percent
 from tests.effort import full_only, tries
 from tests.opt_paper import OPT_30B, OPT_175B, cost_model, percents
 
-WORK = Workload(prompt_tokens=512, output_tokens=32)
+WORK = BlockWorkload(prompt_tokens=512, output_tokens=32)
 ROOM = (16 * GIB, 200 * GIB, 1500 * GIB)
 
 
@@ -59,7 +69,7 @@ def test_the_program_finds_the_golden_placement(
 
 def test_opt_175b_becomes_feasible_with_4_bits() -> None:
     model = cost_model(OPT_175B, WORK, 32, 8, ROOM, REPOSITORY)
-    given = Policy(32, 8, percents(0, 50, 50), percents(0, 0, 100), percents(0, 100, 0), Share(1.0))
+    given = OffloadPolicy(32, 8, percents(0, 50, 50), percents(0, 0, 100), percents(0, 100, 0), Share(1.0))
     assert predict(model, given).throughput == pytest.approx(0.154, rel=1e-2)
     assert best_placement(model, attended=True) is None
     four_bits = 4.5 / 16
@@ -121,7 +131,7 @@ def random_model(rng: np.random.Generator) -> CostModel:
         return Traffic(rate(low, high), rate(low, high), rate(low, high))
 
     def rates() -> Rates:
-        links = Link(traffic(1e9, 6e10), traffic(1e9, 6e10)), Link(traffic(1e8, 5e9), traffic(1e8, 5e9))
+        links = TierLink(traffic(1e9, 6e10), traffic(1e9, 6e10)), TierLink(traffic(1e8, 5e9), traffic(1e8, 5e9))
         attention = rate(1e11, 1e13)
         return Rates(links, rate(1e12, 1e14), attention, rate(attention / 1000, attention))
 
@@ -133,7 +143,7 @@ def random_model(rng: np.random.Generator) -> CostModel:
         prefill=(4096.0 * width, 512.0 * width), decode=(8.0 * width,),
         head_flops=2e5 * width,
     )  # fmt: skip
-    work = Workload(
+    work = BlockWorkload(
         float(rng.integers(16, 2049)), float(rng.integers(2, 257)), *[(0.0, 0.0), (16.0, 2.0)][int(rng.integers(2))],
         kept=Share(float(rng.choice([1.0, 0.5]))), growth=Share(float(rng.choice([1.0, 0.3]))),
     )  # fmt: skip
@@ -142,7 +152,7 @@ def random_model(rng: np.random.Generator) -> CostModel:
     form, slack, tiers = Form(str(rng.choice(list(Form)))), float(rng.uniform(0.7, 1)), rng.integers(1, 4, 2)
     options = Options(form, slack, int(tiers[0]), int(tiers[1]))
     micro, num = int(rng.choice([1, 4, 8, 32, 48])), int(rng.integers(1, 9))
-    return CostModel(sizes, work, Machine(TIERS, room, rates(), rates()), micro, num, options)
+    return CostModel(sizes, work, TieredMachine(TIERS, room, rates(), rates()), micro, num, options)
 
 
 def grid_best(model: CostModel, step: float) -> float:
@@ -244,7 +254,7 @@ def test_throughput_has_several_maxima_and_the_search_finds_the_highest() -> Non
 
 
 def test_a_size_that_the_solver_gives_up_on_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(micro_batch: int, num_batches: int) -> Found | None:
+    def found(micro_batch: int, num_batches: int) -> PlacedBlock | None:
         return placed(cost_model(OPT_30B, WORK, micro_batch, num_batches, ROOM))
 
     def gives_up(*_: Any, **__: Any) -> Any:
@@ -261,10 +271,10 @@ def test_a_size_that_the_solver_gives_up_on_is_left_out(monkeypatch: pytest.Monk
 
 def test_two_tiers_are_enough() -> None:
     """A machine without a GPU: memory computes, the disk holds the rest."""
-    rates = Rates((Link(Traffic.alike(2e9), Traffic.alike(1e9)),), 1e11, 1e11)
+    rates = Rates((TierLink(Traffic.alike(2e9), Traffic.alike(1e9)),), 1e11, 1e11)
     sizes = Sizes(10, 100.0e6, 1000.0, 2000.0, 1e8, 4000.0)
-    machine = Machine(TIERS[1:], (600e6, 10e9), rates, rates)
-    model = CostModel(sizes, Workload(64.0, 16.0), machine, 4, 1)
+    machine = TieredMachine(TIERS[1:], (600e6, 10e9), rates, rates)
+    model = CostModel(sizes, BlockWorkload(64.0, 16.0), machine, 4, 1)
     policy = best_placement(model)
     assert policy is not None
     # Two layers of what is loaded are in memory beside the homes: 1000 w + 200 (1 - w) MB.

@@ -15,20 +15,20 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.evaluation import offload_profile
 from quire.offload.blocks import BlockAttention
-from quire.offload.costs import Policy, Sizes
+from quire.offload.costs import OffloadPolicy, Sizes
 from quire.offload.planner import plan_all
-from quire.offload.policy import Found, best
+from quire.offload.policy import PlacedBlock, best
 from quire.offload.profile import (
     Attention,
     Conditions,
     Corrections,
-    Curve,
-    Device,
-    Disk,
+    DiskSpeeds,
     Profile,
+    ProfiledGpu,
+    ProfiledRun,
     Rate,
     Read,
-    Run,
+    SecondsCurve,
     profile_text,
     read_profile,
 )
@@ -52,15 +52,15 @@ def profile_with(**changes: Any) -> Profile:
     found = Profile(
         made="2026-11-25T00:00:00Z",
         conditions=conditions,
-        disk=Disk("/tmp", True, (Read(MIB, 2, Rate(90e6, 0.1)),), Rate(100e6), Rate(50e6)),
+        disk=DiskSpeeds("/tmp", True, (Read(MIB, 2, Rate(90e6, 0.1)),), Rate(100e6), Rate(50e6)),
         copy=Rate(1e9),
         yardstick=0.001,
-        products=Curve((1, 8, 64), (0.002, 0.004, 0.020)),
-        head=Curve((1, 64), (0.001, 0.004)),
+        products=SecondsCurve((1, 8, 64), (0.002, 0.004, 0.020)),
+        head=SecondsCurve((1, 64), (0.001, 0.004)),
         attention=Attention((1, 8), (32, 480), ((1e-5, 1e-4), (8e-5, 8e-4))),
-        prompt=Curve((32, 480), (1e-4, 1e-2)),
+        prompt=SecondsCurve((32, 480), (1e-4, 1e-2)),
         corrections=Corrections(),
-        runs=(Run(Share(0.5), 4, 64, 8, BUDGET, 1.0, 0.1, 1.1),),
+        runs=(ProfiledRun(Share(0.5), 4, 64, 8, BUDGET, 1.0, 0.1, 1.1),),
     )
     return dataclasses.replace(found, **changes)
 
@@ -71,18 +71,18 @@ def with_device(slow: float = 2.0, **changes: Any) -> Profile:
     far = dataclasses.replace(
         made.attention, seconds=tuple(tuple(slow * each for each in line) for line in made.attention.seconds)
     )
-    return dataclasses.replace(made, device=Device(Rate(1e9), Rate(5e8), far), **changes)
+    return dataclasses.replace(made, device=ProfiledGpu(Rate(1e9), Rate(5e8), far), **changes)
 
 
-def plan(*arguments: Any, **more: Any) -> Found:
+def plan(*arguments: Any, **more: Any) -> PlacedBlock:
     """The block size and placement with the highest throughput."""
     found = best(plan_all(*arguments, **more))
     assert found is not None
     return found
 
 
-def on_disk(share: float, block: int = 4) -> Policy:
-    return Policy(block, 1, Split((Share(1 - share), Share(share))), MEMORY, MEMORY)
+def on_disk(share: float, block: int = 4) -> OffloadPolicy:
+    return OffloadPolicy(block, 1, Split((Share(1 - share), Share(share))), MEMORY, MEMORY)
 
 
 # Files.
@@ -198,7 +198,7 @@ def test_another_model_or_setting_is_refused_with_the_reason(changes: dict[str, 
 
 
 def test_a_curve_is_linear_between_its_counts_and_proportional_beyond() -> None:
-    curve = Curve((2, 4, 8), (1.0, 3.0, 4.0))
+    curve = SecondsCurve((2, 4, 8), (1.0, 3.0, 4.0))
     assert [curve.at(count) for count in (1, 2, 3, 4, 6, 8, 16)] == pytest.approx([1, 1, 2, 3, 3.5, 4, 8])
 
 
@@ -212,9 +212,11 @@ def test_attention_is_linear_in_rows_and_context() -> None:
 # A GPU.
 
 
-def beside(weights: tuple[float, ...], cache: tuple[float, ...] = (1, 0, 0), attended: float = 0.0) -> Policy:
+def beside(weights: tuple[float, ...], cache: tuple[float, ...] = (1, 0, 0), attended: float = 0.0) -> OffloadPolicy:
     near = Split((ALL, NONE, NONE))
-    return Policy(2, 2, Split(tuple(map(Share, weights))), Split(tuple(map(Share, cache))), near, Share(attended))
+    return OffloadPolicy(
+        2, 2, Split(tuple(map(Share, weights))), Split(tuple(map(Share, cache))), near, Share(attended)
+    )
 
 
 @pytest.mark.parametrize(("gpu", "cpu", "expected"), [

@@ -12,7 +12,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.evaluation.latency_bench import LatencyFiles
-from quire.offload.costs import Policy, Workload
+from quire.offload.costs import BlockWorkload, OffloadPolicy
 from quire.offload.files import policy_text
 from quire.offload.planner import predict
 from quire.offload.profile import Corrections, Profile, profile_text
@@ -42,7 +42,9 @@ def split(*shares: float) -> Split:
 def test_a_block_takes_as_long_as_its_steps(profile: Profile, weights: Split) -> None:
     near = Split((ALL, *[NONE] * (len(weights.shares) - 1)))
     block, prompt, answer = 8, 60, 21
-    said = predict(profile, SIZES, Workload(prompt, answer), Policy(block, 1, weights, near, near), budget=BUDGET)
+    said = predict(
+        profile, SIZES, BlockWorkload(prompt, answer), OffloadPolicy(block, 1, weights, near, near), budget=BUDGET
+    )
     times = ProfiledTime(profile, SIZES, weights)
     prompts = StepWork(block * prompt, block * prompt**2 / 2, num_prompts=block)
     assert times.seconds(prompts) == times.occupancy(prompts) == pytest.approx(said.prefill_seconds)
@@ -84,9 +86,9 @@ def test_a_simulation_reads_a_profile_as_it_reads_a_latency_model(tmp_path: Path
 
     assert times().weights == split(1.0, 0.0) and times().sizes == subject.sizes
     near = split(1.0, 0.0)
-    policy.write_text(policy_text(Policy(4, 1, split(0.25, 0.75), near, near), ("cpu", "disk")))
+    policy.write_text(policy_text(OffloadPolicy(4, 1, split(0.25, 0.75), near, near), ("cpu", "disk")))
     assert times(**{"offload.mode": str(policy)}).weights == split(0.25, 0.75)
-    policy.write_text(policy_text(Policy(4, 1, near, split(0.5, 0.5), near), ("cpu", "disk")))
+    policy.write_text(policy_text(OffloadPolicy(4, 1, near, split(0.5, 0.5), near), ("cpu", "disk")))
     for options, message in (
         ({"offload.mode": str(policy)}, "plan with --only-weights"),
         ({"offload.mode": "auto"}, "give a policy of quire plan offload"),

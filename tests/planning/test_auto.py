@@ -13,11 +13,11 @@ import pytest
 from quire.planning.auto import BATCH, NoPlanError, Rung, Search, Trial, is_open
 from quire.planning.curves import NOTHING, Loss
 from quire.planning.goodput import Goodput, Verdict
-from quire.planning.points import Found, Point, Room, Tried, Why, beats, covers
-from quire.planning.space import RUNNING, Machine, Settings, Space
+from quire.planning.points import PlanResult, Room, SettingsPoint, Tried, Why, beats, covers
+from quire.planning.space import RUNNING, SearchLimits, Settings, Space
 from quire.timing.latency import LatencyModel, Origin
 
-SPACE = Space.of(Machine(cores=2, is_packed=True))
+SPACE = Space.of(SearchLimits(cores=2, is_packed=True))
 RUNGS = (Rung(10, 0.1, 16), Rung(20, 0.05, 8), Rung(40, 0.02, 4, confirms=True))
 GIB = 1 << 30
 
@@ -54,12 +54,12 @@ def point(
     tokens: int = 1000,
     seconds: float | None = None,
     origin: Origin = Origin.MEASURED,
-) -> Point:
+) -> SettingsPoint:
     """A point. seconds: of all steps; None: points are not alike, and each is faster in some steps."""
     lost = Loss(math.log1p(loss), error, origin) if loss else NOTHING
     draw = random.Random(str(names)).uniform(1, 2)
     profile = (draw, 1 / draw) if seconds is None else (seconds, 2 * seconds)
-    return Point(chosen(*names), Room(total // 2, total, tokens), lost, bound, profile)
+    return SettingsPoint(chosen(*names), Room(total // 2, total, tokens), lost, bound, profile)
 
 
 class Fake:
@@ -92,13 +92,13 @@ class Flat(Fake):
         return [Goodput(self.rates[each.point.settings], 0.9) for each in trials]
 
 
-def searched(points: Sequence[Point], rates: Mapping[Settings, float], **more: Any) -> Found:
+def searched(points: Sequence[SettingsPoint], rates: Mapping[Settings, float], **more: Any) -> PlanResult:
     fake = more.pop("fake", None) or Fake(rates)
     settings = {"quality": 0.01, "rungs": RUNGS, "clock": lambda: fake.now, **more}
     return Search(SPACE, points, fake, **settings).run()
 
 
-def rates_of(points: Sequence[Point], *rates: float) -> dict[Settings, float]:
+def rates_of(points: Sequence[SettingsPoint], *rates: float) -> dict[Settings, float]:
     return {each.settings: rate for each, rate in zip(points, rates, strict=True)}
 
 
@@ -122,7 +122,7 @@ def test_a_loss_from_few_windows_leaves_one_from_many_and_is_measured_further() 
     assert not covers(SPACE, few, many) and not beats(*(Tried(each, Goodput(3.0, 0.9), 10) for each in (few, many)))
     asked: list[Settings] = []
 
-    def refine(given: Sequence[Point], **measured: float) -> list[Point | None]:
+    def refine(given: Sequence[SettingsPoint], **measured: float) -> list[SettingsPoint | None]:
         asked.extend(each.settings for each in given if is_open(each.loss, 0.01))
         return [point("nuq3", seconds=0.9, **measured) if each.settings == few.settings else each for each in given]
 
@@ -138,7 +138,7 @@ def test_the_chosen_settings_wait_for_a_loss_that_may_be_within_the_budget() -> 
     points = [point(), point("nuq4", loss=0.004), point("nuq3", loss=0.005, error=0.005)]
     num_asked = 0
 
-    def refine(given: Sequence[Point]) -> list[Point | None]:
+    def refine(given: Sequence[SettingsPoint]) -> list[SettingsPoint | None]:
         nonlocal num_asked
         num_asked += 1
         # Before the last rung there was no time for it.
@@ -168,11 +168,13 @@ def test_of_equal_goodputs_the_one_with_less_memory_is_chosen() -> None:
     points = [point(), point("nuq4", loss=0.004, total=GIB)]
     small = {0.5: GIB // 2, 0.25: GIB // 4}
 
-    def made(settings: Settings, share: float) -> Point | None:
+    def made(settings: Settings, share: float) -> SettingsPoint | None:
         if share == 1:
             return None
         each = next(each for each in points if each.settings == settings)
-        return Point(each.settings, Room(1, small[share], 10), each.loss, each.bound, each.profile, each.speed, share)
+        return SettingsPoint(
+            each.settings, Room(1, small[share], 10), each.loss, each.bound, each.profile, each.speed, share
+        )
 
     rates = rates_of(points, 1.0, 1.5)
     found = searched(points, rates, made=made)
@@ -191,7 +193,7 @@ def test_the_best_settings_are_tried_with_fewer_running_sequences() -> None:
     )
     fake.rates |= rates_of(points, 1.0, 2.0, 1.0)
 
-    def made(settings: Settings, share: float) -> Point | None:
+    def made(settings: Settings, share: float) -> SettingsPoint | None:
         loss = {each.settings.of("codec"): each.loss for each in points}[settings.of("codec")]
         return None if share < 1 else replace(points[0], settings=settings, loss=loss)
 
@@ -207,7 +209,7 @@ def test_a_modelled_loss_is_measured_before_its_settings_are_chosen() -> None:
     ]  # fmt: skip
     asked: list[Settings] = []
 
-    def refine(given: Sequence[Point], measured: float) -> list[Point | None]:
+    def refine(given: Sequence[SettingsPoint], measured: float) -> list[SettingsPoint | None]:
         asked.extend(each.settings for each in given)
         return [
             point("nuq4", "budget 0.75", loss=measured) if each.loss.origin is Origin.MODELLED else each
@@ -230,7 +232,7 @@ def test_latencies_that_were_measured_meanwhile_are_simulated_again() -> None:
     fake = Fake(rates_of(points, 1.0, 2.0))
     num_asked = 0
 
-    def refine(given: Sequence[Point]) -> list[Point | None]:
+    def refine(given: Sequence[SettingsPoint]) -> list[SettingsPoint | None]:
         nonlocal num_asked
         num_asked += 1
         if num_asked == 1:  # before the last rung there was no time

@@ -14,7 +14,7 @@ from quire import LLM, SamplingParams
 from quire.cli import main
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.offload.costs import Workload
+from quire.offload.costs import BlockWorkload
 from quire.offload.files import policy_text
 from quire.offload.profile import profile_text, read_profile
 from quire.offload.units import Share, Split
@@ -33,7 +33,7 @@ def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
 
 def test_the_mean_request_of_a_batch() -> None:
     found = workload_of([[1] * 10, [2] * 30], [4, 8])
-    assert found == Workload(20, 6)
+    assert found == BlockWorkload(20, 6)
 
 
 def test_prefixes_are_shared_in_whole_chunks() -> None:

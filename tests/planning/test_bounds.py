@@ -11,7 +11,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.build import resolve
-from quire.planning.bounds import Asked, Bound
+from quire.planning.bounds import Bound, RequestStats
 from quire.simulation.attains import bound_of, ceiling_of
 from quire.simulation.bulk import simulate_bulk
 from quire.simulation.engine import Plan
@@ -71,10 +71,10 @@ def test_what_arrives_at_once_takes_at_least_as_long_as_the_bound_says(latency: 
     for num_out in (None, 1):
         workload = load(seed, 100, 1e6, num_out)
         outcome = simulate_bulk(workload, plan_of(latency), 1)
-        most = bound.mixed(Asked.of(workload), ANYTHING)
+        most = bound.mixed(RequestStats.of(workload), ANYTHING)
         assert (0.05 if getattr(latency, "pp", 1) > 2 else 0.3) * most < 100 / outcome.seconds <= most * (1 + 1e-9)
         if num_out == 1:
-            assert 100 / outcome.seconds <= bound.prompts(Asked.of(workload), ANYTHING) * (1 + 1e-9)
+            assert 100 / outcome.seconds <= bound.prompts(RequestStats.of(workload), ANYTHING) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("latency", latencies(), ids=names)
@@ -82,7 +82,7 @@ def test_a_bound_of_zero_is_right(latency: StepTime) -> None:
     """Targets from what requests really get when they come alone: those that half of them meet are not excluded."""
     workload = load(7, 60, 1e-3)
     outcome = simulate_bulk(workload, plan_of(latency), 1)
-    asked, bound = Asked.of(workload), Bound(latency, BUDGET, BATCH)
+    asked, bound = RequestStats.of(workload), Bound(latency, BUDGET, BATCH)
     ttft, tpot = float(np.quantile(outcome.ttft, 0.5)), float(np.quantile(outcome.tpot, 0.5))
     for slo in (Slo(ttft, np.inf, 0.5), Slo(np.inf, tpot, 0.5)):
         assert outcome.attainment(slo) >= 0.5 and bound.mixed(asked, slo) > 0
@@ -106,7 +106,7 @@ def test_a_step_with_a_prompt_is_no_faster_with_more_work(latency: StepTime, see
 
 def test_a_window_limits_what_a_token_attends_to() -> None:
     workload = Workload("long", [Arrival(0.0, (Span(1, 5000),), 100)])
-    whole, near = Asked.of(workload), Asked.of(workload, window=1000)
+    whole, near = RequestStats.of(workload), RequestStats.of(workload, window=1000)
     assert whole.context == 5050 and near.context == near.own == 1000
     assert whole.pairs == 5000 * 2500 and near.pairs == 1000 * 500 + 4000 * 1000
 
@@ -121,7 +121,9 @@ def test_a_prompt_has_the_same_pairs_in_any_slices(seed: int) -> None:
         sliced = sum(pairs_of(cached + begin, end - begin, most) for begin, end in itertools.pairwise(cuts))
         exact = sum(min(place + 0.5, most) for place in range(cached, cached + rows))
         first = Arrival(0.0, (Span(1, cached),), 1)
-        asked = Asked.of(Workload("twice", [first, Arrival(1.0, (Span(1, cached), Span(2, rows)), 1)]), window=window)
+        asked = RequestStats.of(
+            Workload("twice", [first, Arrival(1.0, (Span(1, cached), Span(2, rows)), 1)]), window=window
+        )
         # A prompt computes its last token even if that is cached.
         assert sliced == pytest.approx(exact, rel=1e-3) and asked.pairs[1] == pytest.approx(sliced, rel=1e-12)
 
@@ -133,7 +135,7 @@ def test_the_ceiling_counts_what_rows_attend_to_and_is_not_exceeded(kind: str) -
     plan = plan_of(FITTED, **(retention if kind == "retention" else {"window": 128}))
     setup = Setup((Replicas("mixed", plan),), is_cluster=False)
     workload = load(3, 60, 1e6)
-    dense = bound_of(setup.replicas[0]).mixed(Asked.of(workload), ANYTHING)
+    dense = bound_of(setup.replicas[0]).mixed(RequestStats.of(workload), ANYTHING)
     ceiling = ceiling_of(setup, workload)
     outcome = run_of(setup, workload, 0)
     assert 1.3 * dense < ceiling and 0.2 * ceiling < 60 / outcome.seconds <= ceiling * (1 + 1e-9)
@@ -143,4 +145,4 @@ def test_a_share_that_is_reached_but_for_rounding_is_reached() -> None:
     rows = np.array([10.0] * 93 + [1000.0] * 7)
     zeros = np.zeros(100)
     seconds = FITTED.seconds(StepWork(prompt_rows=100)) / 100 * 11
-    assert Bound(FITTED, 256, 8).prompts(Asked(rows, zeros, zeros, zeros, zeros), Slo(seconds, 1.0, 0.93)) > 0
+    assert Bound(FITTED, 256, 8).prompts(RequestStats(rows, zeros, zeros, zeros, zeros), Slo(seconds, 1.0, 0.93)) > 0

@@ -15,9 +15,9 @@ from quire.errors import ConfigError
 from quire.planning.curves import (
     FITTED_TEXT,
     NOTHING,
-    Curve,
     Curves,
     Loss,
+    LossCurve,
     Losses,
     Scoring,
     compared,
@@ -25,19 +25,19 @@ from quire.planning.curves import (
     read_curve,
     summed,
 )
-from quire.planning.space import Machine, Settings, Space
+from quire.planning.space import SearchLimits, Settings, Space
 from quire.timing.latency import Origin
 from tests.tiny_models import save_tiny
 
-SPACE = Space.of(Machine(cores=2, is_packed=True))
+SPACE = Space.of(SearchLimits(cores=2, is_packed=True))
 
 
-def curve(settings: Any = "dense", losses: tuple[float, ...] = (2.0, 2.2), **changes: Any) -> Curve:
+def curve(settings: Any = "dense", losses: tuple[float, ...] = (2.0, 2.2), **changes: Any) -> LossCurve:
     fields = {
         "model": "m", "settings": {"codec": settings}, "text": "t", "text_name": "t.txt", "context": 128,
         "continuation": None, "losses": losses,
     }  # fmt: skip
-    return Curve(**{**fields, **changes})
+    return LossCurve(**{**fields, **changes})
 
 
 def settings_of(*names: str, space: Space = SPACE) -> Settings:

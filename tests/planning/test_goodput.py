@@ -10,7 +10,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from quire.planning.goodput import MOST_STEPS, Goodput, Point, Verdict, goodput
+from quire.planning.goodput import MOST_STEPS, Goodput, RatePoint, Verdict, goodput
 from tests.effort import tries
 
 LIMITS = {"low": 0.01, "high": 1000.0}
@@ -127,7 +127,7 @@ def test_a_dip_below_the_found_rate_is_reported() -> None:
     )
     assert found.rate == pytest.approx(9.0, rel=0.02) and found.exceptions
     ((lower, higher),) = found.exceptions
-    assert lower == Point(pytest.approx(0.45 * found.rate), 0.0) and higher == Point(6.0, 1.0)
+    assert lower == RatePoint(pytest.approx(0.45 * found.rate), 0.0) and higher == RatePoint(6.0, 1.0)
     assert "not monotone: 0.0% at 4.0" in found.doubts[0] and "100.0% at 6" in found.doubts[0]
 
 

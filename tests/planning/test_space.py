@@ -9,7 +9,7 @@ import pytest
 from quire.cache.codecs import CODECS
 from quire.config import ClusterConfig, EngineConfig
 from quire.evaluation.auto_hardware import machine_of as machine_with_gpus
-from quire.planning.space import BUDGETS, RUNNING, SLOTS, Effect, Machine, Space
+from quire.planning.space import BUDGETS, RUNNING, SLOTS, Effect, SearchLimits, Space
 from tests.codecs import TOY
 from tests.planning.test_auto import GIB, SPACE, chosen
 
@@ -18,7 +18,7 @@ NUM_CODECS = sum(len(SLOTS) if row.is_calibrated else 1 for row in CODECS.values
 
 
 def test_every_codec_of_the_registry_is_searched(toy_codec: None) -> None:
-    names = [choice.name for choice in Space.of(Machine()).tried["codec"]]
+    names = [choice.name for choice in Space.of(SearchLimits()).tried["codec"]]
     assert names == [*CODECS] and TOY.name in names
 
 
@@ -32,7 +32,7 @@ def test_only_calibrated_codecs_have_outlier_slots() -> None:
 def test_the_space_is_the_product_of_what_can_be_together() -> None:
     assert len(SPACE.settings()) == 3 * NUM_CODECS * (1 + len(BUDGETS)) * 2
     assert SPACE.settings()[0] == SPACE.first and SPACE.name(SPACE.first) == "default"
-    with_disk = Space.of(Machine(cores=2, is_packed=True, disk="d:1GiB", given={"tiers.disk": "d:1GiB"}))
+    with_disk = Space.of(SearchLimits(cores=2, is_packed=True, disk="d:1GiB", given={"tiers.disk": "d:1GiB"}))
     assert len(with_disk.settings()) == 2 * len(SPACE.settings())
 
 
@@ -50,19 +50,19 @@ def test_the_most_running_sequences_are_varied_after_all_else() -> None:
     assert [each.options["scheduler.max_running"] for each in later] == [*RUNNING[1:]]
     assert all(each.differs(settings) == ["running"] and SPACE.timed(each) == SPACE.timed(settings) for each in later)
     assert SPACE.later(later[0])[0] == settings and EngineConfig().scheduler.max_running == RUNNING[0]
-    decided = Space.of(Machine(given={"scheduler.max_running": 7}))
+    decided = Space.of(SearchLimits(given={"scheduler.max_running": 7}))
     assert decided.first.options["scheduler.max_running"] == 7 and not decided.later(decided.first)
 
 
 def test_roles_need_two_cores_and_16_bit_checkpoints_have_nothing_to_dequantize() -> None:
-    small = Space.of(Machine(cores=1))
+    small = Space.of(SearchLimits(cores=1))
     assert [each.name for each in small.tried["roles"]] == ["one engine"]
     assert [each.name for each in small.tried["weights"]] == ["native weights", "g4 weights"]
 
 
 def test_parallelism_is_for_gpus_alone() -> None:
     assert len(SPACE.tried["parallel"]) == 1
-    assert {each.options for each in Space.of(Machine(gpus=2)).tried["parallel"]} == {
+    assert {each.options for each in Space.of(SearchLimits(gpus=2)).tried["parallel"]} == {
         (("parallel.tp", 1), ("parallel.pp", 1)), (("parallel.tp", 2), ("parallel.pp", 1)),
         (("parallel.tp", 1), ("parallel.pp", 2)),
     }  # fmt: skip
@@ -79,7 +79,7 @@ def test_parallelism_is_for_gpus_alone() -> None:
     ],
 )
 def test_what_the_user_has_decided_is_not_searched(key: str, value: Any, axis: str, name: str) -> None:
-    space = Space.of(Machine(cores=2, given={key: value}))
+    space = Space.of(SearchLimits(cores=2, given={key: value}))
     (only,) = space.tried[axis]
     assert only.name == name and dict(only.options)[key] == value
     assert space.first.options[key] == value
@@ -104,12 +104,12 @@ def test_parts_are_what_may_lose_quality_each_alone() -> None:
 
 
 def test_a_codec_without_outlier_slots_is_searched_whatever_their_number_is() -> None:
-    space = Space.of(Machine(cores=1, given={"cache.outlier_slots": 2}))
+    space = Space.of(SearchLimits(cores=1, given={"cache.outlier_slots": 2}))
     assert {each.of("codec").name for each in space.settings()} == {*CODECS}
     assert space.settings()[0] == space.first and space.first.of("codec").name == "dense"
     for settings in space.settings():
         EngineConfig.from_options({key: settings.options[key] for key in ("cache.codec", "cache.outlier_slots")})
-    only = Space.of(Machine(cores=1, given={"cache.outlier_slots": 2, "cache.codec": "g4"}))
+    only = Space.of(SearchLimits(cores=1, given={"cache.outlier_slots": 2, "cache.codec": "g4"}))
     assert only.settings()
 
 
@@ -120,7 +120,7 @@ def test_steps_depend_on_weights_codec_retention_and_threads() -> None:
         Effect.ADDS: [chosen("g4 weights"), chosen("nuq3", "0 slots"), chosen("budget 0.5")],
         Effect.SCALES: [chosen("prefill + decode")],
     }
-    more_running = Space.of(Machine(cores=2, is_packed=True)).later(settings)[0]
+    more_running = Space.of(SearchLimits(cores=2, is_packed=True)).later(settings)[0]
     assert SPACE.timed(more_running) == settings
     assert SPACE.effects(SPACE.first) == {Effect.ADDS: [], Effect.SCALES: []}
 

@@ -13,11 +13,11 @@ import pytest
 from quire.cluster.bodies import PullExtents
 from quire.cluster.messages import Attempt
 from quire.cluster.outgoing_pages import OutgoingPages
-from quire.simulation.arrivals import Arrivals, Disk, LateReads
+from quire.simulation.arrivals import ChunkArrivals, LateReads, SimulatedDisk
 from quire.simulation.cluster import Place, SimulatedCluster
 from quire.simulation.engine import Plan, make_engine, with_stores
 from quire.simulation.events import Events, StepClock
-from quire.simulation.instance import Network, SimulatedInstance
+from quire.simulation.instance import SimulatedInstance, SimulatedNetwork
 from quire.simulation.outcome import Outcome
 from quire.simulation.simulate import simulate
 from quire.timing.latency import LatencyModel, Link
@@ -79,7 +79,7 @@ def test_an_engine_s_clock_is_ahead_while_it_computes() -> None:
 
 def test_layers_of_reads_arrive_evenly_and_one_run_after_the_other() -> None:
     events, found = Events(), list[tuple[float, str, int]]()
-    reads = LateReads(Link(0.5, 100.0), events, Arrivals(events))
+    reads = LateReads(Link(0.5, 100.0), events, ChunkArrivals(events))
     transfer: Any = SimpleNamespace(ready=np.zeros(4, np.int32))
     for name, size in (("a", 200), ("b", 400)):
         reads.bring(transfer, size, lambda layer, name=name: found.append((events.now, name, layer)))  # type: ignore[misc]
@@ -112,7 +112,7 @@ def test_an_instance_sends_and_receives_one_cache_at_a_time(
     pairs: list[tuple[str, str]], times: list[tuple[float, float]]
 ) -> None:
     events = Events()
-    network = Network(events, HOP, Link(0.5, 100.0), {name: Receiver() for name in "xy"})
+    network = SimulatedNetwork(events, HOP, Link(0.5, 100.0), {name: Receiver() for name in "xy"})
     for number, (sender, to) in enumerate(pairs):
         outgoing_pages: Any = SimpleNamespace(page_bytes=[120, 80], done=lambda: None)
         network.carry(sender, to, PullExtents(ATTEMPT, number), outgoing_pages)
@@ -157,13 +157,13 @@ def test_caches_of_one_source_share_its_link() -> None:
 def test_a_layer_that_takes_long_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers of 8 s each, longer than receivers wait for a sign of life."""
     num_bytes = 2 * 64 * plan().sizes.bytes_per_token
-    sent, carry = list[str](), Network.carry
+    sent, carry = list[str](), SimulatedNetwork.carry
 
-    def noted(network: Network, sender: str, to: str, message: Any, outgoing_pages: OutgoingPages) -> None:
+    def noted(network: SimulatedNetwork, sender: str, to: str, message: Any, outgoing_pages: OutgoingPages) -> None:
         sent.append(to)
         carry(network, sender, to, message, outgoing_pages)
 
-    monkeypatch.setattr(Network, "carry", noted)
+    monkeypatch.setattr(SimulatedNetwork, "carry", noted)
     found, cluster = handed_over(Link(0.002, num_bytes / 16), [(0.0, 128, 3)])
     counts = cluster.instances[1].engine.stats()["tiers"]["neighbour"]
     assert sent == ["decode-1"]
@@ -177,8 +177,8 @@ def test_a_layer_that_takes_long_is_asked_for_once(monkeypatch: pytest.MonkeyPat
 def test_an_engine_with_stores_knows_what_prompts_cost() -> None:
     made = plan_of(200)
     events = Events()
-    arrivals, clock = Arrivals(events), StepClock(events)
-    disk = Disk("disk", 1 << 20, Link(0.001, 1e6), events, arrivals)
+    arrivals, clock = ChunkArrivals(events), StepClock(events)
+    disk = SimulatedDisk("disk", 1 << 20, Link(0.001, 1e6), events, arrivals)
     engine = with_stores(partial(make_engine, made), clock, arrivals, [disk])
     costs = engine.scheduler.manager.fetching.costs
     seconds = LATENCY.coefficients["base"] + LATENCY.coefficients["rows_from_1"] * 128

@@ -8,11 +8,11 @@ from statistics import fmean
 import numpy as np
 
 from quire.config import ClusterConfig
-from quire.planning.bounds import Asked
+from quire.planning.bounds import RequestStats
 from quire.simulation.attains import CLEARLY, bound_of, ceiling_of
 from quire.simulation.load import Load
 from quire.simulation.pool import InProcess, Workers
-from quire.simulation.run import Run
+from quire.simulation.run import SimulationRun
 from quire.simulation.setup import Setup
 from quire.workload.fitted import fit
 from quire.workload.slo import ANYTHING, Slo
@@ -27,19 +27,19 @@ def test_the_same_seed_gives_the_same_result_and_another_one_does_not(
     local: Callable[..., Setup], fitted: Load
 ) -> None:
     setup = local()
-    one, same, other = (Run(setup, fitted, 12.0, seed).outcome() for seed in (3, 3, 4))
+    one, same, other = (SimulationRun(setup, fitted, 12.0, seed).outcome() for seed in (3, 3, 4))
     assert np.array_equal(one.last, same.last) and one.used == same.used
     assert not np.array_equal(one.last, other.last)
 
 
 def test_the_same_requests_arrive_at_another_rate(local: Callable[..., Setup], fitted: Load) -> None:
-    slow, fast = (Run(local(), fitted, rate, 1).outcome() for rate in (2.0, 8.0))
+    slow, fast = (SimulationRun(local(), fitted, rate, 1).outcome() for rate in (2.0, 8.0))
     assert np.array_equal(slow.num_in, fast.num_in) and np.allclose(slow.arrived, 4 * fast.arrived)
 
 
 def test_the_number_of_processes_changes_nothing(local: Callable[..., Setup]) -> None:
     setup, load = local(ClusterConfig(mixed=2)), Load(made_workload(20), 20)
-    runs = [Run(setup, load, rate, seed) for rate, seed in ((4.0, 0), (16.0, 1), (8.0, 2))]
+    runs = [SimulationRun(setup, load, rate, seed) for rate, seed in ((4.0, 0), (16.0, 1), (8.0, 2))]
     with Workers(2) as workers:
         apart = workers.run(runs)
     for one, other in zip(InProcess().run(runs), apart, strict=True):
@@ -51,7 +51,7 @@ def test_the_number_of_processes_changes_nothing(local: Callable[..., Setup]) ->
 def test_progress_counts_the_requests_of_all_runs(local: Callable[..., Setup]) -> None:
     told: list[tuple[int, int]] = []
     load = Load(made_workload(5), 5)
-    InProcess().run([Run(local(), load)] * 2, lambda *counts: told.append(counts))
+    InProcess().run([SimulationRun(local(), load)] * 2, lambda *counts: told.append(counts))
     assert told == [(done, 10) for done in range(1, 11)]
 
 
@@ -66,7 +66,7 @@ def test_what_few_requests_clearly_miss_many_miss_too(local: Callable[..., Setup
         for part in (0.6, 0.9):
             rate = part * ceiling_of(setup, made_workload())
             few, many = (
-                fmean(Run(setup, Load(made_workload(), count, fitted), rate, each).outcome().attainment(slo)
+                fmean(SimulationRun(setup, Load(made_workload(), count, fitted), rate, each).outcome().attainment(slo)
                       for each in (seed, seed + 1))
                 for count in (60, 300)
             )  # fmt: skip
@@ -79,6 +79,6 @@ def test_what_few_requests_clearly_miss_many_miss_too(local: Callable[..., Setup
 def test_the_bound_of_a_rate_is_never_exceeded(local: Callable[..., Setup]) -> None:
     workload, everything = made_workload(80), ANYTHING
     setup = local()
-    bound = bound_of(setup.replicas[0]).mixed(Asked.of(workload), everything)
-    outcome = Run(setup, Load(workload, 80), 5 * bound).outcome()
+    bound = bound_of(setup.replicas[0]).mixed(RequestStats.of(workload), everything)
+    outcome = SimulationRun(setup, Load(workload, 80), 5 * bound).outcome()
     assert 0.4 * bound < 80 / outcome.seconds <= bound

@@ -13,7 +13,7 @@ from quire.planning.goodput import Goodput
 from quire.simulation.attains import noted
 from quire.simulation.load import Load
 from quire.simulation.parts import Parts, arriving, prompts_of
-from quire.simulation.run import Run, quickly
+from quire.simulation.run import SimulationRun, quickly
 from quire.simulation.setup import Setup
 from quire.workload.fitted import fit
 from quire.workload.slo import Slo
@@ -34,12 +34,18 @@ def test_conversations_arrive_at_the_rate_that_is_asked_for(rate: float, local: 
     load, setup = Load(workload, 60, fit(workload)), local()
     apart = local(ClusterConfig(prefill=1, decode=1))
     phases = [dataclasses.replace(apart, replicas=(each,)) for each in apart.replicas]
-    runs = [Run(setup, load, rate), Run(apart, load, rate), Run(apart, load, rate, driver=quickly)]
-    for run in [*runs, *(Run(each, load, rate, driver=Parts(0.01)) for each in (setup, apart, *phases))]:
+    runs = [
+        SimulationRun(setup, load, rate),
+        SimulationRun(apart, load, rate),
+        SimulationRun(apart, load, rate, driver=quickly),
+    ]
+    for run in [*runs, *(SimulationRun(each, load, rate, driver=Parts(0.01)) for each in (setup, apart, *phases))]:
         outcome = run.outcome()
         assert len(outcome.arrived) == pytest.approx(60, rel=0.15), run
         assert outcome.offered == pytest.approx(rate, rel=0.15), run
-    assert Run(setup, Load(workload, 60), 4.0).outcome().offered < 3.5, "a replay begins with first turns alone"
+    assert SimulationRun(setup, Load(workload, 60), 4.0).outcome().offered < 3.5, (
+        "a replay begins with first turns alone"
+    )
 
 
 def test_few_requests_for_a_loose_target_are_a_doubt() -> None:
@@ -61,8 +67,8 @@ def test_few_requests_for_a_loose_target_are_a_doubt() -> None:
 
 def test_a_pair_as_a_tandem_is_like_a_cluster(local: Callable[..., Setup]) -> None:
     setup, load = local(ClusterConfig(prefill=1, decode=1)), Load(made_workload(60), 60)
-    tandem = Run(setup, load, 10.0, driver=Parts(0.01)).outcome()
-    whole = Run(setup, load, 10.0).outcome()
+    tandem = SimulationRun(setup, load, 10.0, driver=Parts(0.01)).outcome()
+    whole = SimulationRun(setup, load, 10.0).outcome()
     assert tandem.ttft.mean() == pytest.approx(whole.ttft.mean(), rel=0.05)
     assert tandem.tpot.mean() == pytest.approx(whole.tpot.mean(), rel=0.1)
 

@@ -17,7 +17,7 @@ from quire.planning.placement_file import Instances, Placement, Predicted
 from quire.simulation import parts
 from quire.simulation.load import Load
 from quire.simulation.parts import Parts, begun, decoded
-from quire.simulation.run import Run, quickly
+from quire.simulation.run import SimulationRun, quickly
 from quire.simulation.search import OptionTrials
 from quire.simulation.setup import Setup
 from quire.workload.slo import Slo
@@ -154,7 +154,7 @@ def test_runs_last_long_enough_for_a_queue_that_grows_to_show() -> None:
     found = made.goodput_of(option)
     assert found.rate > 0 and not found.notes
     longer = dataclasses.replace(made.load, count=1000)
-    run = Run(made.model.setup_of(option), longer, found.rate, 77, Parts())
+    run = SimulationRun(made.model.setup_of(option), longer, found.rate, 77, Parts())
     assert run.outcome().attainment(slo) >= 0.85
 
 
@@ -203,11 +203,11 @@ def test_a_whole_setup_is_simulated_with_its_routing() -> None:
     planned = planner(Slo())
     load = Load(made_workload(40), 40)
     found = {
-        routing: Run(setup_of_three(planned, routing=routing), load, 12.0, 0, quickly).outcome().last
+        routing: SimulationRun(setup_of_three(planned, routing=routing), load, 12.0, 0, quickly).outcome().last
         for routing in ("expected", "queue", "affinity")
     }
     for routing, last in found.items():
-        exact = Run(setup_of_three(planned, routing=routing), load, 12.0, 0).outcome()
+        exact = SimulationRun(setup_of_three(planned, routing=routing), load, 12.0, 0).outcome()
         assert exact.last == pytest.approx(last, rel=0.03), routing
     assert not np.array_equal(found["expected"], found["affinity"])
 
@@ -216,8 +216,8 @@ def test_a_cluster_that_fetches_prefixes_skips_no_steps() -> None:
     planned = planner(Slo())
     alike = Workload("alike", [Arrival(0.1 * each, (Span(1, 256), Span(10 + each, 40)), 5) for each in range(20)])
     load, setup = Load(alike, 20), setup_of_three(planned)
-    found = Run(setup, load, 12.0, 0, quickly).outcome()
-    assert np.array_equal(found.last, Run(setup, load, 12.0, 0).outcome().last)
+    found = SimulationRun(setup, load, 12.0, 0, quickly).outcome()
+    assert np.array_equal(found.last, SimulationRun(setup, load, 12.0, 0).outcome().last)
     assert any("neighbour" in str(each.counters) for each in found.used)
-    alone = Run(dataclasses.replace(setup, fetches=False), load, 12.0, 0, quickly).outcome()
+    alone = SimulationRun(dataclasses.replace(setup, fetches=False), load, 12.0, 0, quickly).outcome()
     assert not any("neighbour" in str(each.counters) for each in alone.used)

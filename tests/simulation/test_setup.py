@@ -10,7 +10,7 @@ from quire.config import ClusterConfig, EngineConfig
 from quire.planning.placement_file import Instances, Placement, Predicted
 from quire.simulation.cluster import SimulatedCluster
 from quire.simulation.events import Events
-from quire.simulation.setup import LINKS, Setup, Ways, tiers_of
+from quire.simulation.setup import LINKS, Bandwidths, Setup, tiers_of
 from quire.timing.latency import Link
 from tests.cli.test_simulate import folder as folder
 from tests.cli.test_simulate import four_cores as four_cores
@@ -49,11 +49,11 @@ def test_a_router_tries_as_often_as_it_is_set_to(local: Callable[..., Setup]) ->
 
 
 def test_ways_are_measured_where_a_latency_model_has_them() -> None:
-    ways = Ways.of({"disk": Link(0.002, 1e8), "shm": Link(0.001, 5e8)})
+    ways = Bandwidths.of({"disk": Link(0.002, 1e8), "shm": Link(0.001, 5e8)})
     assert (ways.disk, ways.bulk, ways.measured) == (Link(0.002, 1e8), Link(0.001, 5e8), {"disk", "shm"})
-    assert (ways.pinned, Ways.of({}, "tcp").bulk) == (LINKS["pinned"], LINKS["tcp"])
+    assert (ways.pinned, Bandwidths.of({}, "tcp").bulk) == (LINKS["pinned"], LINKS["tcp"])
 
 
 def test_tiers_forget_what_was_not_used_for_a_lifetime() -> None:
     config = EngineConfig.from_options({"tiers.memory": "64MiB", "tiers.disk": "folder:64MiB", "cache.lifetime": 30.0})
-    assert [(each.name, each.lifetime) for each in tiers_of(config, Ways())] == [("memory", 30.0), ("disk", 30.0)]
+    assert [(each.name, each.lifetime) for each in tiers_of(config, Bandwidths())] == [("memory", 30.0), ("disk", 30.0)]

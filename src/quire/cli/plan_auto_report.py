@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli import shared
 from quire.config import ServeConfig, SloConfig, describe, format_bytes
-from quire.planning.points import Found, Point, Tried, Why, named
+from quire.planning.points import PlanResult, SettingsPoint, Tried, Why, named
 from quire.workload.slo import finite
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ REASONS = 5
 """Maximum number of printed reasons for settings that were not tried; JSON has all of them."""
 
 
-def show(planner: Planner, found: Found) -> None:
+def show(planner: Planner, found: PlanResult) -> None:
     """Prints a plan."""
     goal = planner.goal
     print(
@@ -55,7 +55,7 @@ def show(planner: Planner, found: Found) -> None:
         print(f"note: {warning}")
 
 
-def _row(planner: Planner, found: Found, each: Tried) -> tuple[str, ...]:
+def _row(planner: Planner, found: PlanResult, each: Tried) -> tuple[str, ...]:
     point, loss = each.point, each.point.loss
     mark = "chosen" if each is found.chosen else "default" if each is found.baseline else ""
     error = "" if not loss.value_error else f" +- {loss.value_error:.2%}"
@@ -85,11 +85,11 @@ def _loss(loss: Loss) -> str:
     return f"{loss.value:.2%}{error} ({loss.origin})"
 
 
-def _memory(planner: Planner, point: Point) -> str:
+def _memory(planner: Planner, point: SettingsPoint) -> str:
     return f"{format_bytes(point.room.total)} per {planner.unit} (modelled): {planner.memory_text(point)}"
 
 
-def remarks(point: Point) -> list[str]:
+def remarks(point: SettingsPoint) -> list[str]:
     """Remarks to read before the settings are served."""
     parallel = point.settings.of("parallel")
     if all(value == 1 for _, value in parallel.options):
@@ -97,7 +97,7 @@ def remarks(point: Point) -> list[str]:
     return [f"{parallel.name} is only modelled: an instance is one process with one GPU, and the file leaves it out"]
 
 
-def configuration(planner: Planner, found: Found, file: Path, given: Mapping[str, str], serve: ServeConfig) -> str:
+def configuration(planner: Planner, found: PlanResult, file: Path, given: Mapping[str, str], serve: ServeConfig) -> str:
     """A file for `quire serve --config`: every setting of engine, cluster and targets, with predictions as comments.
 
     given  origins of the settings that the plan was given, by key
@@ -136,7 +136,7 @@ def _wrapped(lines: Iterable[str]) -> list[str]:
     return [part for line in lines for part in (textwrap.wrap(line, 116) or [""])]
 
 
-def facts(planner: Planner, found: Found) -> dict[str, Any]:
+def facts(planner: Planner, found: PlanResult) -> dict[str, Any]:
     """All results, for JSON."""
     goal, chosen = planner.goal, found.chosen
     return {

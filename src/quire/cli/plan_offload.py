@@ -15,8 +15,8 @@ from quire.errors import ConfigError, QuireError
 from quire.options import format_count, format_number
 
 if TYPE_CHECKING:
-    from quire.offload.costs import Workload
-    from quire.offload.policy import Found
+    from quire.offload.costs import BlockWorkload
+    from quire.offload.policy import PlacedBlock
     from quire.planning.offload_plan import OffloadPlan
 
 PAPER = "t4"
@@ -131,18 +131,18 @@ def _planned(args: argparse.Namespace) -> OffloadPlan:
         raise QuireError(f"no placement fits: {error}{subject.remedies}") from None
 
 
-def _workload(args: argparse.Namespace, config: EngineConfig) -> Workload:
-    from quire.offload.costs import Workload
+def _workload(args: argparse.Namespace, config: EngineConfig) -> BlockWorkload:
+    from quire.offload.costs import BlockWorkload
     from quire.planning.offload_plan import kept_share
 
     if config.retain.threshold != "off":
         raise ConfigError("what retain.threshold keeps is known only after a prompt; plan with retain.budget")
     kept = kept_share(config)
     prefixes = 1 if args.shared_tokens else 0
-    return Workload(args.input_tokens, args.output_tokens, args.shared_tokens, prefixes, kept=kept, growth=kept)
+    return BlockWorkload(args.input_tokens, args.output_tokens, args.shared_tokens, prefixes, kept=kept, growth=kept)
 
 
-def facts(plan: OffloadPlan, found: Found) -> dict[str, Any]:
+def facts(plan: OffloadPlan, found: PlacedBlock) -> dict[str, Any]:
     """All numbers of a policy."""
     policy, said, tiers = found.policy, found.prediction, plan.tiers
     return {
@@ -160,7 +160,7 @@ def facts(plan: OffloadPlan, found: Found) -> dict[str, Any]:
     }
 
 
-def print_policy(plan: OffloadPlan, found: Found, args: argparse.Namespace) -> None:
+def print_policy(plan: OffloadPlan, found: PlacedBlock, args: argparse.Namespace) -> None:
     """Prints a policy for people."""
     from quire.offload.units import percent
 
@@ -185,7 +185,7 @@ def print_policy(plan: OffloadPlan, found: Found, args: argparse.Namespace) -> N
     print(f"limited by {', '.join(said.binding)}")
 
 
-def draw(file: Path, found: Sequence[Found], title: str) -> None:
+def draw(file: Path, found: Sequence[PlacedBlock], title: str) -> None:
     """Draws throughput over block size, one line per micro-batch, and over the seconds of a block."""
     from quire.evaluation.plot import load_figure, save_figure
 

@@ -23,7 +23,7 @@ from quire.cluster.router import RoutedRequest
 from quire.config import SloConfig, flags_of
 from quire.errors import ConfigError, QuireError
 from quire.planning.cluster_file import read_cluster
-from quire.planning.drift import Load, Patience, Replanner, Seen
+from quire.planning.drift import Patience, Replanner, Seen, TrafficStats
 from quire.planning.placement_file import Placement, read_placement
 from quire.workload.workload import Arrival, Span, Workload
 
@@ -184,11 +184,11 @@ class Replanning:
         self._replanner.switched(self._clock())
 
 
-def _planned(placement: Placement) -> Load:
+def _planned(placement: Placement) -> TrafficStats:
     found = placement.workload
     try:
         lengths = float(found["mean_in"]), float(found["mean_out"])
-        return Load(placement.predicted.rate, *lengths, float(found.get("cached", found["shared"])))
+        return TrafficStats(placement.predicted.rate, *lengths, float(found.get("cached", found["shared"])))
     except (KeyError, TypeError, ValueError):
         raise ConfigError(
             "cluster.replan needs a placement that says what it was planned for (workload: mean_in, mean_out, shared);"

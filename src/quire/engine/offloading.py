@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from quire.models.layers import Ops
     from quire.models.plan import Model
     from quire.models.weights import Checkpoint
-    from quire.offload.costs import Policy
+    from quire.offload.costs import OffloadPolicy
     from quire.offload.memory_plan import MemoryRequirements
     from quire.offload.model import OffloadedModel
     from quire.offload.mover import Mover
@@ -74,7 +74,7 @@ def with_offload(config: EngineConfig, backend: Backend, weight_bytes: int, avai
     return dataclasses.replace(config, offload=dataclasses.replace(offload, memory=memory)), min(weight_bytes, memory)
 
 
-def policy_of(config: EngineConfig) -> Policy | None:
+def policy_of(config: EngineConfig) -> OffloadPolicy | None:
     """The policy of offload.mode's file; None without one. attention.backend is resolved. Raises ConfigError."""
     mode = config.offload.mode
     if mode in ("off", "auto"):

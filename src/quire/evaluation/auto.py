@@ -24,7 +24,7 @@ from quire.planning.auto import RUNGS, NoPlanError, Rung, Search, Trial, is_open
 from quire.planning.bounds import Bound, joint_bound
 from quire.planning.curves import BEYOND, NOTHING, Loss
 from quire.planning.goodput import Goodput, Verdict
-from quire.planning.points import Found, Left, Point, Room, Why
+from quire.planning.points import PlanResult, RejectedSettings, Room, SettingsPoint, Why
 from quire.planning.space import Settings, Space
 from quire.simulation.attains import asked_of
 from quire.simulation.candidate import Candidate, Maker, counts_of
@@ -138,7 +138,7 @@ class Planner(ABC):
     ) -> None:
         self.name, self.config = name, config
         self.space, self.goal, self.tools, self.quality = space, goal, tools, quality
-        self.left: list[Left] = []
+        self.left: list[RejectedSettings] = []
         self.end = math.inf
         self.cluster_of = cache(lambda settings: settings.cluster(cluster))
         self._asked = cache(lambda retain: asked_of(self.goal.load.workload, retain, self.window))
@@ -162,11 +162,11 @@ class Planner(ABC):
         """Measures what was modelled so far, if there is time."""
 
     @abstractmethod
-    def candidate(self, point: Point) -> tuple[Maker, Candidate]:
+    def candidate(self, point: SettingsPoint) -> tuple[Maker, Candidate]:
         """A point's instances, and what makes their setup."""
 
     @abstractmethod
-    def memory_text(self, point: Point) -> str:
+    def memory_text(self, point: SettingsPoint) -> str:
         """Where the memory of a point goes, for people."""
 
     @property
@@ -179,7 +179,7 @@ class Planner(ABC):
     def window(self) -> int | None:
         """Tokens that a token attends to at most; None: all before it."""
 
-    def doubts(self, point: Point) -> list[str]:
+    def doubts(self, point: SettingsPoint) -> list[str]:
         """One sentence for each reason to doubt what is known of a point."""
         return []
 
@@ -189,7 +189,7 @@ class Planner(ABC):
 
     # ---- the plan ------------------------------------------------------------------------------------------------
 
-    def run(self) -> Found:
+    def run(self) -> PlanResult:
         """Measures, searches, and returns the result. Raises NoPlanError."""
         goal, tools = self.goal, self.tools
         warnings = self._prepare()
@@ -205,7 +205,7 @@ class Planner(ABC):
         slow = self.measure_latencies(wanted, begun + SPEED_PART * goal.seconds)
         points = [point for each in wanted if (point := self._point(each, slow)) is not None]
         if not points:
-            raise NoPlanError(f"no settings can be tried; {self._deciding()}")
+            raise NoPlanError(f"no settings can be tried; {_deciding(self.left, self.space)}")
         with pool_of(self.tools.processes) as self._pool:
             search = Search(
                 self.space, points, self.evaluate, goal.quality, self.made, self.refine, tools.clock, self.end,
@@ -217,13 +217,6 @@ class Planner(ABC):
         if found.chosen.point.loss.is_fitted:
             doubts.append("the loss was read on the text that the codec was calibrated on; other texts lose more")
         return replace(found, warnings=(*found.warnings, *doubts))
-
-    def _deciding(self) -> str:
-        """Why nothing can be tried: the reason of the settings that came furthest and are nearest to the default."""
-        assert self.left, "no settings at all"
-        furthest = [each for each in self.left if each.why is self.left[-1].why]
-        nearest = min(furthest, key=lambda each: len(each.settings.differs(self.space.first)))
-        return f"{self.space.name(nearest.settings)}: {nearest.reason}"
 
     def _tell_uncalibrated(self) -> list[str]:
         """Says before all else which codecs are left out for want of a calibration. Returns the same for the result."""
@@ -289,7 +282,7 @@ class Planner(ABC):
                     self.quality.calibration_of(config)
                 self.cluster_of(settings)
             except ConfigError as error:
-                self.left.append(Left(settings, Why.UNFIT, str(error)))
+                self.left.append(RejectedSettings(settings, Why.UNFIT, str(error)))
             else:
                 found.append(settings)
         return found
@@ -301,7 +294,7 @@ class Planner(ABC):
             try:
                 self.fit(settings)
             except ConfigError as error:
-                self.left.append(Left(settings, Why.UNFIT, str(error)))
+                self.left.append(RejectedSettings(settings, Why.UNFIT, str(error)))
             else:
                 found.append(settings)
         return found
@@ -313,23 +306,27 @@ class Planner(ABC):
             loss = self.loss_of(settings)
             if loss is None:
                 reasons = [lacking[part] for part in self.space.parts(settings).values() if part in lacking]
-                self.left.append(Left(settings, Why.UNKNOWN, reasons[0] if reasons else "its loss is not known"))
+                self.left.append(
+                    RejectedSettings(settings, Why.UNKNOWN, reasons[0] if reasons else "its loss is not known")
+                )
             elif loss.value > BEYOND * self.goal.quality and settings != self.space.first:
                 reason = f"it loses {loss.value:.2%} ({loss.origin}), and the budget is {self.goal.quality:.2%}"
-                self.left.append(Left(settings, Why.LOSSY, reason))
+                self.left.append(RejectedSettings(settings, Why.LOSSY, reason))
             else:
                 found.append(settings)
         return found
 
-    def _point(self, settings: Settings, slow: Mapping[Settings, str]) -> Point | None:
+    def _point(self, settings: Settings, slow: Mapping[Settings, str]) -> SettingsPoint | None:
         if self.latency(settings) is None:
             parts = [part for parts in self.space.effects(settings).values() for part in parts]
             reasons = [slow[part] for part in (self.space.timed(self.space.first), *parts) if part in slow]
-            self.left.append(Left(settings, Why.UNKNOWN, reasons[0] if reasons else "its latency is not known"))
+            self.left.append(
+                RejectedSettings(settings, Why.UNKNOWN, reasons[0] if reasons else "its latency is not known")
+            )
             return None
         return self._made(settings, 1.0)
 
-    def _made(self, settings: Settings, share: float) -> Point:
+    def _made(self, settings: Settings, share: float) -> SettingsPoint:
         loss, told, fit = self.loss_of(settings), self.latency(settings), self.fit(settings, share)
         assert loss is not None and told is not None
         latency, origin, how = told
@@ -338,7 +335,7 @@ class Planner(ABC):
         bound = min(ceiling, self._bound(settings, fit.config, latency, self.goal.slo))
         # Steps in which nothing happens are skipped where that is possible.
         is_slow = fit.config.retain.is_on or fit.config.tiers.is_on or self.cluster_of(settings).is_on
-        return Point(
+        return SettingsPoint(
             settings, fit.room, loss, bound, profile_of(latency), (origin, how), share, self.units(settings),
             SLOW if is_slow else 1,
         )  # fmt: skip
@@ -366,20 +363,20 @@ class Planner(ABC):
         found |= dict(zip(jobs, self._pool.run(list(jobs.values())), strict=True))
         return [found[index] for index in range(len(trials))]
 
-    def made(self, settings: Settings, share: float) -> Point | None:
+    def made(self, settings: Settings, share: float) -> SettingsPoint | None:
         """See Search."""
         try:
             return self._made(settings, share)
         except ConfigError:
             return None
 
-    def refine(self, points: Sequence[Point]) -> list[Point | None]:
+    def refine(self, points: Sequence[SettingsPoint]) -> list[SettingsPoint | None]:
         """See Search: measures quality and steps of points for which they are modelled or little known, as far as there
         is time.
         """
         now = self.tools.clock()
         end = now + REFINE_PART * max(0.0, self.end - now)
-        found: list[Point | None] = []
+        found: list[SettingsPoint | None] = []
         for point in points:
             if self.quality is not None and is_open(point.loss, self.goal.quality):
                 self.quality.measure(point.settings, self.tools.num_windows, end, self.tools.progress)
@@ -387,3 +384,11 @@ class Planner(ABC):
                 self.measure_latency(point.settings, end)
             found.append(self.made(point.settings, point.share))
         return found
+
+
+def _deciding(left: Sequence[RejectedSettings], space: Space) -> str:
+    """Why nothing can be tried: the reason of the settings that came furthest and are nearest to the default."""
+    assert left, "no settings at all"
+    furthest = [each for each in left if each.why is left[-1].why]
+    nearest = min(furthest, key=lambda each: len(each.settings.differs(space.first)))
+    return f"{space.name(nearest.settings)}: {nearest.reason}"

@@ -15,8 +15,8 @@ from quire.engine.build import LEAST_CHUNKS, TOKEN_BUDGET
 from quire.errors import ConfigError
 from quire.evaluation.auto import Fit, Goal, Planner, Tools
 from quire.evaluation.curves import Quality
-from quire.planning.points import Point, Room
-from quire.planning.space import Machine, Settings, Space
+from quire.planning.points import Room, SettingsPoint
+from quire.planning.space import SearchLimits, Settings, Space
 from quire.simulation.candidate import Candidate
 from quire.simulation.hardware import Target, check_modelled
 from quire.timing.analytic import AnalyticModel
@@ -29,9 +29,9 @@ GPUS = 8
 HOW = "from the data sheet of the GPU"
 
 
-def machine_of(given: Mapping[str, Any]) -> Machine:
+def machine_of(given: Mapping[str, Any]) -> SearchLimits:
     """A machine with GPUs. given: settings that the user has decided, by key."""
-    return Machine(0, GPUS, is_packed=False, memory=int(given.get("tiers.memory") or 0), given=dict(given))
+    return SearchLimits(0, GPUS, is_packed=False, memory=int(given.get("tiers.memory") or 0), given=dict(given))
 
 
 class HardwarePlanner(Planner):
@@ -95,12 +95,12 @@ class HardwarePlanner(Planner):
         tp, pp = settings.division
         return tp * pp * settings.num_instances
 
-    def candidate(self, point: Point) -> tuple[Target, Candidate]:
+    def candidate(self, point: SettingsPoint) -> tuple[Target, Candidate]:
         """See Planner."""
         config = self.config_of(point.settings).with_options({"cache.memory": point.room.cache})
         return self._target, self._target.candidate(config, self.cluster_of(point.settings), *point.settings.division)
 
-    def memory_text(self, point: Point) -> str:
+    def memory_text(self, point: SettingsPoint) -> str:
         """See Planner."""
         count, units = point.settings.num_instances, self.units(point.settings)
         return (

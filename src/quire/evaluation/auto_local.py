@@ -21,8 +21,8 @@ from quire.models.images import ImageSpec, engine_image_spec, temporary_images
 from quire.models.quants import BLOCK_KINDS
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
-from quire.planning.points import Found, Point, Room
-from quire.planning.space import Machine, Settings, Space
+from quire.planning.points import PlanResult, Room, SettingsPoint
+from quire.planning.space import SearchLimits, Settings, Space
 from quire.simulation.candidate import Candidate
 from quire.simulation.setup import PROCESS_BYTES, LocalModel
 from quire.timing.latency import LatencyModel, Origin, StepTime
@@ -42,12 +42,12 @@ GRAIN = 1 << 20
 """Caches are multiples of this."""
 
 
-def machine_of(name: str, config: EngineConfig, given: Mapping[str, Any]) -> Machine:
+def machine_of(name: str, config: EngineConfig, given: Mapping[str, Any]) -> SearchLimits:
     """What there is here. given: settings that the user has decided, by key."""
     with open_model(resolve_model(name)) as checkpoint:
         is_packed = any(checkpoint.kind(each) in BLOCK_KINDS for each in checkpoint.shape.tensor_shapes)
     cores = usable_cores() if device_type_of(config.runtime.device) == "cpu" else 1
-    return Machine(cores, 0, is_packed, config.tiers.disk or "", config.tiers.memory or 0, dict(given))
+    return SearchLimits(cores, 0, is_packed, config.tiers.disk or "", config.tiers.memory or 0, dict(given))
 
 
 def free_bytes(config: EngineConfig) -> int:
@@ -77,7 +77,7 @@ class LocalPlanner(Planner):
         self._disk = cache(disk_link)
         self.speeds = Speeds(name, config, space, tools.folder, self._measured_bytes())
 
-    def run(self) -> Found:
+    def run(self) -> PlanResult:
         """See Planner. Removes layer images that were written for trials, except for that of the chosen settings."""
         with temporary_images() as kept:
             found = super().run()
@@ -159,7 +159,7 @@ class LocalPlanner(Planner):
         if seconds >= LEAST_SECONDS:
             self.speeds.measure(settings, seconds, self.tools.progress)
 
-    def doubts(self, point: Point) -> list[str]:
+    def doubts(self, point: SettingsPoint) -> list[str]:
         """See Planner."""
         told, found = [], self.speeds.of(point.settings)
         if found is not None and found.is_poor:
@@ -174,7 +174,7 @@ class LocalPlanner(Planner):
             )
         return told
 
-    def candidate(self, point: Point) -> tuple[LocalModel, Candidate]:
+    def candidate(self, point: SettingsPoint) -> tuple[LocalModel, Candidate]:
         """See Planner."""
         found = self.speeds.of(point.settings)
         assert found is not None, f"{point.settings} without a latency"
@@ -185,7 +185,7 @@ class LocalPlanner(Planner):
         model = self._model.with_latencies(partial(_only, latency))
         return model, model.candidate(config, self.cluster_of(point.settings))
 
-    def memory_text(self, point: Point) -> str:
+    def memory_text(self, point: SettingsPoint) -> str:
         """See Planner."""
         count, processes = self._counts(point.settings)
         caches = format_bytes(point.room.cache) if count == 1 else f"{count} x {format_bytes(point.room.cache)}"

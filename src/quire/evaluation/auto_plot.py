@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.evaluation.plot import drawing, finish
-from quire.planning.points import Found
+from quire.planning.points import PlanResult
 from quire.planning.space import Space
 
 
-def save_frontier(file: Path, found: Found, space: Space, quality: float, title: str, unit: str = "machine") -> None:
+def save_frontier(
+    file: Path, found: PlanResult, space: Space, quality: float, title: str, unit: str = "machine"
+) -> None:
     """Draws the goodput of finalists over the quality that they lose. Colours show their memory, and a line joins the
     points that none beats.
 

@@ -30,7 +30,7 @@ from quire.models.resolve import resolve_model
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import load_tokenizer
 from quire.models.weights import open_model
-from quire.planning.curves import BEYOND, FITTED_TEXT, Curve, Curves, Loss, Losses, Scoring, parts_of
+from quire.planning.curves import BEYOND, FITTED_TEXT, Curves, Loss, LossCurve, Losses, Scoring, parts_of
 from quire.planning.space import Settings, Space
 from quire.safe_io import read_given_text
 from quire.timing.latency import About
@@ -189,7 +189,7 @@ class Quality:
         windows = self._cut(scoring.context)[:count]
         key = self.key_of(settings)
         assert self._text is not None
-        curve = self.losses.curves.find(key, scoring) or Curve.of(self.model_id, key, scoring, self._text.name)
+        curve = self.losses.curves.find(key, scoring) or LossCurve.of(self.model_id, key, scoring, self._text.name)
         left = windows[len(curve.losses) :]
         if not left:
             return True
@@ -250,7 +250,7 @@ def keep_results(name: str, text: Text, results: Sequence[Perplexity], configs: 
         scoring = Scoring(text.digest, each.context, each.continuation)
         known = curves.find(key, scoring)
         if known is None or len(known.losses) < len(each.window_nll):
-            curves.keep(_longer(Curve.of(curves.model, key, scoring, text.name), each.window_nll))
+            curves.keep(_longer(LossCurve.of(curves.model, key, scoring, text.name), each.window_nll))
 
 
 def quality_key(config: EngineConfig, shape: ModelShape, calibration: Calibration | None) -> About:
@@ -273,7 +273,7 @@ def quality_key(config: EngineConfig, shape: ModelShape, calibration: Calibratio
     return found
 
 
-def _longer(curve: Curve, losses: Sequence[float]) -> Curve:
+def _longer(curve: LossCurve, losses: Sequence[float]) -> LossCurve:
     """The curve with the losses of further windows, which were measured just now."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return replace(curve, losses=(*curve.losses, *losses), version=__version__, date=now)

@@ -22,7 +22,7 @@ ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Point:
+class DesignPoint:
     """Requests that lead to steps of a kind.
 
     kind       one of POINTS
@@ -88,7 +88,7 @@ class Limits:
             scheduler.manager.tree.shares,
         )
 
-    def allows(self, point: Point) -> bool:
+    def allows(self, point: DesignPoint) -> bool:
         """Whether an engine with these limits can run the requests of a point."""
         longest = max((point.own, *(length for _, length in point.joining))) + point.shared
         return (
@@ -104,33 +104,35 @@ class Limits:
         return min(self.context - 2 * PAGE_TOKENS, self.tokens // 2)
 
 
-def points_of(limits: Limits, kinds: Sequence[str] = POINTS, detail: int = DETAILS[0]) -> list[Point]:
+def points_of(limits: Limits, kinds: Sequence[str] = POINTS, detail: int = DETAILS[0]) -> list[DesignPoint]:
     """The points that an engine can take, cheapest first. detail: one of DETAILS."""
     budget, most, fine = limits.budget, limits.longest, DETAILS[0]
-    found = [Point("prompt", joining=((1, length),)) for length in _grid(LEAST_PROMPT, min(budget, most), detail)]
+    found = [DesignPoint("prompt", joining=((1, length),)) for length in _grid(LEAST_PROMPT, min(budget, most), detail)]
     for count in _grid(2, min(16, limits.running), min(detail, 1)):
         together = (budget // count, budget // (4 * count)) if detail else (budget // (2 * count),)
-        found += [Point("prompt", joining=((count, length),)) for length in together if length >= LEAST_PROMPT // 2]
-    found.append(Point("prompt", joining=((1, min(budget * 2 ** (1 + detail), most)),)))
+        found += [
+            DesignPoint("prompt", joining=((count, length),)) for length in together if length >= LEAST_PROMPT // 2
+        ]
+    found.append(DesignPoint("prompt", joining=((1, min(budget * 2 ** (1 + detail), most)),)))
     behind = ((1, 1), (1, LEAST_PROMPT), (1, PAGE_TOKENS), (4, LEAST_PROMPT), (1, budget // 4))
     for depth in (budget // 2, budget * 2**detail)[: 1 + min(detail, 1)]:
-        found.append(Point("prefix", shared=min(depth, most - budget // 2), joining=behind))
+        found.append(DesignPoint("prefix", shared=min(depth, most - budget // 2), joining=behind))
     for count in _grid(1, limits.running, detail):
         short = min(PAGE_TOKENS, max(LEAST_PROMPT // 2, budget // count))
         joins = 0 if count == limits.running else 2 + detail
-        found.append(Point("decode", count, short, num_joins=joins))
+        found.append(DesignPoint("decode", count, short, num_joins=joins))
     for count in _grid(4, limits.running, 0)[: fine if detail < fine else None]:
         depth, long = min(budget * 2**detail // 2, most // 2), min(budget * 2**detail // count, most)
-        found.append(Point("decode", count, LEAST_PROMPT // 2, shared=depth))
-        found += [Point("decode", count, long)] * (long > PAGE_TOKENS)
-    found.append(Point("decode", 1, min(budget * 2**detail, most)))
+        found.append(DesignPoint("decode", count, LEAST_PROMPT // 2, shared=depth))
+        found += [DesignPoint("decode", count, long)] * (long > PAGE_TOKENS)
+    found.append(DesignPoint("decode", 1, min(budget * 2**detail, most)))
     chosen = [each for each in dict.fromkeys(found) if each.kind in kinds and limits.allows(each)]
     return sorted(chosen, key=lambda point: point.computed_tokens)
 
 
 def plan(
     limits: Limits, kinds: Sequence[str], seconds: float, tokens_per_second: float, step_seconds: float
-) -> list[Point]:
+) -> list[DesignPoint]:
     """The points of the highest detail that leaves time for ROUNDS visits of each.
 
     tokens_per_second  of a long prompt

@@ -20,7 +20,7 @@ from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
 from quire.errors import ModelError
 from quire.evaluation.engines import Progress
-from quire.evaluation.latency_points import DECODE_STEPS, LEAST_PROMPT, POINTS, ROUNDS, Limits, Point, plan
+from quire.evaluation.latency_points import DECODE_STEPS, LEAST_PROMPT, POINTS, ROUNDS, DesignPoint, Limits, plan
 from quire.offload.quiet import OtherLoad, quiet_cores
 from quire.planning.work import CountingRunner
 from quire.timing.latency_fit import Record
@@ -49,8 +49,8 @@ class Measurement:
     visits  of each point that was visited, in order. The first one of ROUNDS only warms up
     """
 
-    points: list[Point] = field(default_factory=list)
-    visits: dict[Point, list[Visit]] = field(default_factory=dict)
+    points: list[DesignPoint] = field(default_factory=list)
+    visits: dict[DesignPoint, list[Visit]] = field(default_factory=dict)
 
     def _kept(self) -> Iterator[list[Visit]]:
         for visits in self.visits.values():
@@ -135,19 +135,19 @@ class _Driver:
         finally:
             self.engine.any_runner = self._counted.inner
 
-    def plan(self, kinds: Sequence[str]) -> list[Point]:
+    def plan(self, kinds: Sequence[str]) -> list[DesignPoint]:
         """The points that there is time for. Steps are slow at first: memory is new, and late kernels are compiled."""
         longest = min(self._limits.budget, self._limits.longest)
         for _ in range(2):
             self.records = []
-            self.visit(Point("prompt", joining=((1, longest),)))
-            self.visit(Point("decode", 1, LEAST_PROMPT))
+            self.visit(DesignPoint("prompt", joining=((1, longest),)))
+            self.visit(DesignPoint("decode", 1, LEAST_PROMPT))
         tokens = max(work.prompt_rows / seconds for work, seconds in self.records)
         step = min(seconds for work, seconds in self.records if work.kind == "decode")
         left = self._seconds - (time.perf_counter() - self._begun)
         return plan(self._limits, kinds, left, tokens, step)
 
-    def visit(self, point: Point) -> None:
+    def visit(self, point: DesignPoint) -> None:
         """Runs the requests of a point. Raises _TimeIsUp in the middle of it if time is up."""
         vary, limits = self._varied, self._limits
         # Whole chunks are cached: behind a part of one, prompts would begin with its tokens.

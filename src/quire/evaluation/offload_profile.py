@@ -31,7 +31,7 @@ from quire.models.image_folder import image_folder
 from quire.models.layers import torch_dtype
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
-from quire.offload.costs import Policy, Sizes, Workload
+from quire.offload.costs import BlockWorkload, OffloadPolicy, Sizes
 from quire.offload.files import policy_text
 from quire.offload.fit import fit
 from quire.offload.hardware import (
@@ -51,7 +51,7 @@ from quire.offload.hardware import (
 from quire.offload.model import OffloadedModel
 from quire.offload.planner import predict
 from quire.offload.policy import Prediction
-from quire.offload.profile import Corrections, Device, Profile, Run
+from quire.offload.profile import Corrections, Profile, ProfiledGpu, ProfiledRun
 from quire.offload.quiet import quietest, spread
 from quire.offload.units import ALL, NONE, TIERS, Share, Split
 from quire.planning.offload_sizes import Subject
@@ -148,9 +148,9 @@ class Generator:
 
 
 @contextlib.contextmanager
-def generator(model: str, config: EngineConfig, placement: Split | Policy) -> Iterator[Generator]:
+def generator(model: str, config: EngineConfig, placement: Split | OffloadPolicy) -> Iterator[Generator]:
     """An engine with a placement: a policy, or the shares of its layers' weights. Raises ConfigError."""
-    policy = placement if isinstance(placement, Policy) else weights_at(placement)
+    policy = placement if isinstance(placement, OffloadPolicy) else weights_at(placement)
     device = torch.device("cpu" if len(policy.weights.shares) < len(TIERS) else "cuda")
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         file = Path(folder) / "policy.json"
@@ -161,11 +161,11 @@ def generator(model: str, config: EngineConfig, placement: Split | Policy) -> It
             yield Generator(llm, before, device)
 
 
-def weights_at(split: Split, sequences: int | None = None) -> Policy:
+def weights_at(split: Split, sequences: int | None = None) -> OffloadPolicy:
     """A policy that places weights, and one micro-batch of so many sequences, or of any number."""
     near = Split((ALL, *[NONE] * (len(split.shares) - 1)))
     most = sequences or EngineConfig().scheduler.max_running
-    return Policy(most, 1, split, near, near)
+    return OffloadPolicy(most, 1, split, near, near)
 
 
 def layer_timer(subject: Subject) -> LayerTimer:
@@ -188,7 +188,7 @@ def measure_machine(
     Raises ConfigError, ModelError, and QuireError for a disk that cannot be measured.
     """
     profile = measure_parts(subject, folder=folder, rounds=rounds, tell=tell)
-    runs: list[Run] = []
+    runs: list[ProfiledRun] = []
     for split in placements(subject):
         with generator(subject.name, subject.config, split) as made:
             on_host = f" and {made.host_share:.0%} in the host's memory" * subject.has_device
@@ -228,14 +228,16 @@ def measure_parts(
             tell("the GPU's copies, and attention on the host")
             room = min(int(available_memory(CPU) * FAR_SHARE), MAX_ARENA_BYTES)
             far = host_timer(backend.spec, context, room).decoding(rounds)
-            device = Device(*measure_bus(torch.device("cuda"), rounds), far)
+            device = ProfiledGpu(*measure_bus(torch.device("cuda"), rounds), far)
     return Profile(
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), conditions, disk, copy, product,
         products, head, attention, prompt, device=device,
     )  # fmt: skip
 
 
-def measure_runs(made: Generator, shapes: Sequence[tuple[int, int, int]], budget: int, rounds: int) -> list[Run]:
+def measure_runs(
+    made: Generator, shapes: Sequence[tuple[int, int, int]], budget: int, rounds: int
+) -> list[ProfiledRun]:
     """Generations of some shapes: sequences, prompt tokens, output tokens. budget: scheduler.token_budget."""
     made.run(1, 32, 2)  # the first generation finds new memory
     runs = []
@@ -250,7 +252,7 @@ def measure_runs(made: Generator, shapes: Sequence[tuple[int, int, int]], budget
         times = quietest(seconds, rounds)
         seconds_taken = statistics.median(times)
         runs.append(
-            Run(
+            ProfiledRun(
                 made.disk_share, *shape, budget, seconds_taken, spread(times), memory=max(memory),
                 host_share=made.host_share,
             )
@@ -258,10 +260,10 @@ def measure_runs(made: Generator, shapes: Sequence[tuple[int, int, int]], budget
     return runs
 
 
-def fitted(profile: Profile, sizes: Sizes, runs: Sequence[Run]) -> Profile:
+def fitted(profile: Profile, sizes: Sizes, runs: Sequence[ProfiledRun]) -> Profile:
     """The profile with corrections that fit the runs, and the runs with their predictions."""
 
-    def seconds_of(run: Run, corrections: Corrections) -> float:
+    def seconds_of(run: ProfiledRun, corrections: Corrections) -> float:
         return seconds_of_run(dataclasses.replace(profile, corrections=corrections), sizes, run)
 
     corrections = fit(runs, seconds_of)
@@ -270,18 +272,18 @@ def fitted(profile: Profile, sizes: Sizes, runs: Sequence[Run]) -> Profile:
     return dataclasses.replace(profile, corrections=corrections, runs=told)
 
 
-def seconds_of_run(profile: Profile, sizes: Sizes, run: Run) -> float:
+def seconds_of_run(profile: Profile, sizes: Sizes, run: ProfiledRun) -> float:
     """The predicted seconds of a generation."""
     return _prediction(profile, sizes, run).seconds
 
 
-def _prediction(profile: Profile, sizes: Sizes, run: Run) -> Prediction:
+def _prediction(profile: Profile, sizes: Sizes, run: ProfiledRun) -> Prediction:
     far = (run.disk_share,) if profile.device is None else (run.host_share, run.disk_share)
     policy = weights_at(_split(1 - sum(far), *far), run.sequences)
-    return predict(profile, sizes, Workload(run.prompt_tokens, run.output_tokens), policy, budget=run.budget)
+    return predict(profile, sizes, BlockWorkload(run.prompt_tokens, run.output_tokens), policy, budget=run.budget)
 
 
-def _scratch(profile: Profile, sizes: Sizes, runs: Sequence[Run]) -> float:
+def _scratch(profile: Profile, sizes: Sizes, runs: Sequence[ProfiledRun]) -> float:
     """The median over the placements of the factor on scratch that explains the largest memory of their generations. A
     process keeps what the largest of them took.
     """

@@ -23,7 +23,7 @@ from quire.simulation.load import Load
 from quire.simulation.outcome import Outcome
 from quire.simulation.pool import Pool
 from quire.simulation.queue_check import QueueCheck
-from quire.simulation.run import Run
+from quire.simulation.run import SimulationRun
 from quire.simulation.search import CONFIRMATIONS, SEEDS, ModelOnCluster, OptionTrials
 from quire.workload.slo import Slo
 
@@ -151,11 +151,11 @@ def _placed(
         )
         return PlacementResult(algorithm, error=reason, searched=searched)
 
-    def outcomes(runs: Sequence[Run]) -> list[Outcome]:
+    def outcomes(runs: Sequence[SimulationRun]) -> list[Outcome]:
         with progress(f"requests ({algorithm}, the placement as a whole)") as told:
             return trials.pool.run(runs, told)
 
-    def joint(rate: float) -> list[Run]:
+    def joint(rate: float) -> list[SimulationRun]:
         return [trials.joint(found, rate, goal.fresh + index) for index in range(JOINT_SEEDS)]
 
     results = outcomes([*joint(said.rate), *trials.replayed(found, said.rate, goal.fresh)])

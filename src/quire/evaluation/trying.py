@@ -12,7 +12,7 @@ from quire.simulation.attains import LOWEST, Attains, noted
 from quire.simulation.candidate import Candidate, Maker
 from quire.simulation.load import Load
 from quire.simulation.parts import Parts
-from quire.simulation.run import Run
+from quire.simulation.run import SimulationRun
 from quire.simulation.setup import Setup
 from quire.workload.slo import Slo
 from quire.workload.workload import Workload
@@ -98,12 +98,12 @@ class Trying:
         roles = [(each.role, each.count) for each in setup.replicas]
         is_pair = roles == [("prefill", 1), ("decode", 1)]
 
-        def run(rate: float, seed: int) -> Run:
+        def run(rate: float, seed: int) -> SimulationRun:
             if time.monotonic() >= self.end:
                 raise _OverError
             if not setup.is_cluster or (is_pair and seed == self.seed):
-                return Run(setup, self.load, rate, seed, Parts(min(self.slo.tpot, MOST_TPOT)))
-            return Run(setup, self.load, rate, seed)
+                return SimulationRun(setup, self.load, rate, seed, Parts(min(self.slo.tpot, MOST_TPOT)))
+            return SimulationRun(setup, self.load, rate, seed)
 
         fresh = fresh_seeds(self.load, self.seed) if self.rung.confirms else ()
         attains = Attains(run, self.slo, ((self.seed,), fresh))

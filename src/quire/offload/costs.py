@@ -58,7 +58,7 @@ HIDDEN_BUFFERS = 4
 
 
 @dataclass(frozen=True)
-class Workload:
+class BlockWorkload:
     """The requests of a block, all alike.
 
     prompt_tokens  tokens of a prompt, s
@@ -159,7 +159,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Link:
+class TierLink:
     """A link between two neighbouring tiers in one phase; up is towards the faster one."""
 
     up: Traffic
@@ -180,7 +180,7 @@ class Rates:
                       one each way for activations
     """
 
-    links: tuple[Link, ...]
+    links: tuple[TierLink, ...]
     product_flops: float
     attention_flops: float
     far_flops: float = 0.0
@@ -190,7 +190,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Machine:
+class TieredMachine:
     """Tiers and speeds.
 
     tiers       names, fastest first
@@ -231,7 +231,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Policy:
+class OffloadPolicy:
     """A placement and a block: what is run.
 
     micro_batch  sequences of a micro-batch
@@ -257,8 +257,8 @@ class CostModel:
     """The linear expressions of one block size."""
 
     sizes: Sizes
-    workload: Workload
-    machine: Machine
+    workload: BlockWorkload
+    machine: TieredMachine
     micro_batch: int
     num_batches: int
     options: Options = Options()
@@ -301,7 +301,7 @@ class CostModel:
         found[-2] = 1
         return found
 
-    def vector(self, policy: Policy) -> Linear:
+    def vector(self, policy: OffloadPolicy) -> Linear:
         """A policy as the values of the variables, and 1 for the constant."""
         shares = (*policy.weights.shares, *policy.cache.shares, *policy.hidden.shares)
         return np.array([*shares, policy.attended, 1.0])

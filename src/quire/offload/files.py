@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
-from quire.offload.costs import Policy
+from quire.offload.costs import OffloadPolicy
 from quire.offload.units import Share, Split
 from quire.safe_io import parse_json, read_text
 
@@ -16,7 +16,7 @@ FORMAT = 1
 _FIELDS = ("format", "tiers", "micro_batch", "num_batches", "weights", "cache", "hidden", "attended")
 
 
-def policy_text(policy: Policy, tiers: Sequence[str]) -> str:
+def policy_text(policy: OffloadPolicy, tiers: Sequence[str]) -> str:
     """A policy as JSON. Shares are fractions of 1."""
     fields = {
         "format": FORMAT,
@@ -31,7 +31,7 @@ def policy_text(policy: Policy, tiers: Sequence[str]) -> str:
     return json.dumps(fields, indent=2) + "\n"
 
 
-def read_policy(path: Path, tiers: Sequence[str]) -> Policy:
+def read_policy(path: Path, tiers: Sequence[str]) -> OffloadPolicy:
     """The policy of a file for a machine with these tiers.
 
     Raises ConfigError that names the file, and the field if one is invalid.
@@ -48,7 +48,7 @@ def read_policy(path: Path, tiers: Sequence[str]) -> Policy:
         raise ConfigError(f"offload.mode {path}: {error}") from None
 
 
-def _policy(fields: Any, tiers: Sequence[str]) -> Policy:
+def _policy(fields: Any, tiers: Sequence[str]) -> OffloadPolicy:
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise ConfigError(f"not a policy of format {FORMAT}")
     unknown = [name for name in fields if name not in _FIELDS]
@@ -72,6 +72,6 @@ def _policy(fields: Any, tiers: Sequence[str]) -> Policy:
     attended = fields.get("attended", 0.0)
     if not isinstance(attended, int | float) or isinstance(attended, bool) or not 0 <= attended <= 1:
         raise ConfigError(f"attended is {attended!r}; it must be a share from 0 to 1")
-    return Policy(
+    return OffloadPolicy(
         count("micro_batch"), count("num_batches"), split("weights"), split("cache"), split("hidden"), Share(attended)
     )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.offload.profile import Corrections, Run
+from quire.offload.profile import Corrections, ProfiledRun
 
 PULL = 0.1
 """Weight of the distance from no correction: the error of a run over the expected size of a correction, 5 % over 0.5.
@@ -26,7 +26,7 @@ MOST_FACTOR = 5.0
 """Largest and inverse of the smallest factor on measured seconds."""
 
 
-def fit(runs: Sequence[Run], seconds_of: Callable[[Run, Corrections], float]) -> Corrections:
+def fit(runs: Sequence[ProfiledRun], seconds_of: Callable[[ProfiledRun, Corrections], float]) -> Corrections:
     """The corrections with the least squared relative error.
 
     runs        measured generations; with few runs, some corrections stay near 1 or 0

@@ -37,7 +37,7 @@ from quire.models.decoder import build_model
 from quire.offload.host import HostMemory, pinned
 from quire.offload.mover import IoRequest, Mover
 from quire.offload.ops import RelocatableOps
-from quire.offload.profile import Attention, Curve, Disk, Rate, Read
+from quire.offload.profile import Attention, DiskSpeeds, Rate, Read, SecondsCurve
 from quire.offload.quiet import quietest, spread
 from quire.offload.stream import NUM_READERS
 from quire.stores.direct import BLOCK_BYTES, REQUEST_BYTES, AlignedBuffer, DirectFile, allows_direct, measured_file
@@ -82,7 +82,7 @@ def median_rate(rates: list[float]) -> Rate:
     return Rate(statistics.median(rates), spread(rates))
 
 
-def measure_disk(folder: Path, bandwidth: float | None, rounds: int) -> Disk:
+def measure_disk(folder: Path, bandwidth: float | None, rounds: int) -> DiskSpeeds:
     """Speeds of a folder's disk, under a limit of bytes per second if there is one.
 
     The file is removed at the end. Its bytes are random. A virtual machine's host may keep a copy of them,
@@ -105,7 +105,7 @@ def measure_disk(folder: Path, bandwidth: float | None, rounds: int) -> Disk:
     except OSError as error:
         raise QuireError(f"the disk of {folder} cannot be measured: {error.strerror or error}") from error
     reads = tuple(Read(size, threads, median_rate(found[size, threads])) for size, threads in cells)
-    return Disk(str(folder), is_direct, reads, median_rate(found[wanted]), median_rate(writes), request)
+    return DiskSpeeds(str(folder), is_direct, reads, median_rate(found[wanted]), median_rate(writes), request)
 
 
 def _request_seconds(folder: Path) -> float:
@@ -214,14 +214,14 @@ def yardstick() -> float:
     return statistics.median(product() for _ in range(25))
 
 
-def measure_curve(seconds_of: Callable[[int], float], counts: Sequence[int], rounds: int) -> Curve:
+def measure_curve(seconds_of: Callable[[int], float], counts: Sequence[int], rounds: int) -> SecondsCurve:
     """The median seconds of each count, over the quietest samples. The first call of each is a warm-up."""
     found = []
     for count in counts:
         seconds_of(count)
         found.append(quietest(lambda count=count: _sample(seconds_of, count), rounds))  # type: ignore[misc]
     spreads = statistics.median(spread(times) for times in found)
-    return Curve(tuple(counts), tuple(statistics.median(times) for times in found), spreads)
+    return SecondsCurve(tuple(counts), tuple(statistics.median(times) for times in found), spreads)
 
 
 def _sample(seconds_of: Callable[[int], float], count: int) -> float:
@@ -314,7 +314,7 @@ class AttentionTimer:
     def decoding(self, rounds: int) -> Attention:
         """Seconds of a layer of rows that decode."""
         contexts = [each for each in CONTEXTS if each < self._max_context]
-        lines: list[Curve] = []
+        lines: list[SecondsCurve] = []
         with contextlib.suppress(CacheFullError):
             for rows in ATTENTION_ROWS:
                 lines.append(measure_curve(functools.partial(self.decode, rows), contexts, rounds))
@@ -322,7 +322,7 @@ class AttentionTimer:
             raise QuireError(f"cache.memory holds no sequence of {contexts[-1]} tokens")
         return Attention(ATTENTION_ROWS[: len(lines)], tuple(contexts), tuple(line.seconds for line in lines))
 
-    def prompts(self, rounds: int) -> Curve:
+    def prompts(self, rounds: int) -> SecondsCurve:
         """Seconds of a layer of a prompt."""
         return measure_curve(self.prompt, [each for each in PROMPTS if each < self._max_context], rounds)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from quire.offload.costs import Form, Link, Machine, Options, Rates, Traffic
+from quire.offload.costs import Form, Options, Rates, TieredMachine, TierLink, Traffic
 from quire.offload.units import TIERS
 
 GIB = float(1 << 30)
@@ -32,17 +32,17 @@ SMALL_BATCH = (0.0168, 0.0328, 0.0621)
 """Coefficients of the loss of CPU attention with small micro-batches and narrow models."""
 
 
-def t4(hidden: int, micro_batch: int, capacities: tuple[float, float, float], form: Form) -> Machine:
+def t4(hidden: int, micro_batch: int, capacities: tuple[float, float, float], form: Form) -> TieredMachine:
     """The paper's machine, with the speeds of a micro-batch. hidden: width of the model's rows."""
     narrow = max(0.0, math.log2(4096 / hidden))
     small = max(0.0, math.log2(64 / micro_batch))
     both, of_batch, of_width = SMALL_BATCH
     cpu = CPU_ATTENTION * max(0.1, 1 + both * small * narrow - of_batch * small - of_width * narrow)
     weights = FROM_DISK * (DISK_WEIGHTS if form is Form.SUMS else 1)
-    first = Link(Traffic.alike(OVERALL), Traffic(OVERALL, STORE_CACHE, STORE_HIDDEN))
-    prefill = Link(Traffic.alike(FROM_DISK), Traffic(FROM_DISK, TO_DISK_CACHE, TO_DISK_HIDDEN))
-    decode = Link(Traffic(weights, FROM_DISK, FROM_DISK), Traffic.alike(TO_DISK_LATER))
-    return Machine(
+    first = TierLink(Traffic.alike(OVERALL), Traffic(OVERALL, STORE_CACHE, STORE_HIDDEN))
+    prefill = TierLink(Traffic.alike(FROM_DISK), Traffic(FROM_DISK, TO_DISK_CACHE, TO_DISK_HIDDEN))
+    decode = TierLink(Traffic(weights, FROM_DISK, FROM_DISK), Traffic.alike(TO_DISK_LATER))
+    return TieredMachine(
         tiers=TIERS,
         capacities=capacities,
         prefill=Rates((first, prefill), PRODUCTS[0], ATTENTION[0]),

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.errors import ConfigError
-from quire.offload.costs import CostModel, Form, Machine, Options, Rates
-from quire.offload.policy import BATCHES, Found, PlanError, lack_text, no_fit, placed, search
+from quire.offload.costs import CostModel, Form, Options, Rates, TieredMachine
+from quire.offload.policy import BATCHES, PlacedBlock, PlanError, lack_text, no_fit, placed, search
 from quire.offload.policy import predict as predict_with
 from quire.offload.profiled import beside_layers, links_of, prompt_attention
 from quire.offload.weight_placement import NUM_BUFFERS, assign_tiers, buffer_sizes
 
 if TYPE_CHECKING:
-    from quire.offload.costs import Policy, Sizes, Workload
+    from quire.offload.costs import BlockWorkload, OffloadPolicy, Sizes
     from quire.offload.policy import Prediction
     from quire.offload.profile import Profile
 
@@ -65,12 +65,12 @@ def prompt_passes(prompts: Sequence[int], budget: int, num_waiting: int = 0, sha
     return passes
 
 
-def num_passes(workload: Workload, sequences: int, budget: int) -> int:
+def num_passes(workload: BlockWorkload, sequences: int, budget: int) -> int:
     """Passes over the layers until a block has been generated. Each reads what is on the disk once."""
     return len(_prompt_passes(workload, sequences, budget)) + round(workload.output_tokens) - 1
 
 
-def _prompt_passes(workload: Workload, sequences: int, budget: int) -> list[int]:
+def _prompt_passes(workload: BlockWorkload, sequences: int, budget: int) -> list[int]:
     shared = round(workload.shared_tokens) if workload.num_prefixes else 0
     tokens, firsts = round(workload.prompt_tokens), round(workload.num_prefixes) if shared else sequences
     firsts = min(firsts, sequences)
@@ -81,7 +81,7 @@ def _prompt_passes(workload: Workload, sequences: int, budget: int) -> list[int]
 def model_of(
     profile: Profile,
     sizes: Sizes,
-    workload: Workload,
+    workload: BlockWorkload,
     capacities: tuple[float, ...],
     micro_batch: int,
     num_batches: int,
@@ -141,7 +141,7 @@ def model_of(
         # The layer image. Where there is no room for it, all weights are in memory, and there is none.
         whole_on_last=device is None and capacities[-1] >= sizes.layer_bytes * sizes.num_layers,
     )
-    machine = Machine(profile.tiers, capacities, prefill, decode)
+    machine = TieredMachine(profile.tiers, capacities, prefill, decode)
     own = OPEN_ENCODED * sizes.open_cache_bytes or OPEN_CHUNKS * sizes.cache_bytes
     measured = dataclasses.replace(
         sizes, head_flops=0.0, prefill=scratch, open_bytes=own * PAGE_TOKENS * sizes.num_layers
@@ -149,7 +149,9 @@ def model_of(
     return CostModel(measured, workload, machine, micro_batch, num_batches, options)
 
 
-def predict(profile: Profile, sizes: Sizes, workload: Workload, policy: Policy, *, budget: int) -> Prediction:
+def predict(
+    profile: Profile, sizes: Sizes, workload: BlockWorkload, policy: OffloadPolicy, *, budget: int
+) -> Prediction:
     """What the profile says of a policy for its tiers, whether it fits or not. budget: see model_of."""
     unlimited = (math.inf,) * len(profile.tiers)
     model = model_of(profile, sizes, workload, unlimited, policy.micro_batch, policy.num_batches, budget=budget)
@@ -157,7 +159,7 @@ def predict(profile: Profile, sizes: Sizes, workload: Workload, policy: Policy, 
     return dataclasses.replace(prediction, memory=taken_memory(model, policy, prediction.memory))
 
 
-def taken_memory(model: CostModel, policy: Policy, counted: Mapping[str, float]) -> dict[str, float]:
+def taken_memory(model: CostModel, policy: OffloadPolicy, counted: Mapping[str, float]) -> dict[str, float]:
     """Bytes of each tier as they are taken: whole matrices, whole chunks, and buffers for the longest sequences.
 
     counted  as the program counts them: shares of matrices and chunks, because its expressions are linear
@@ -183,7 +185,7 @@ def taken_memory(model: CostModel, policy: Policy, counted: Mapping[str, float])
     return found if len(others) == 1 else found | dict(zip(others, _beside_device(model, policy), strict=True))
 
 
-def _loaded(sizes: Sizes, policy: Policy, first: int) -> list[int]:
+def _loaded(sizes: Sizes, policy: OffloadPolicy, first: int) -> list[int]:
     """Bytes of each layer on tiers from `first` on, as matrices are placed."""
     tiers = assign_tiers([[round(size) for size in layer] for layer in sizes.matrices], policy.weights)
     return [
@@ -192,7 +194,7 @@ def _loaded(sizes: Sizes, policy: Policy, first: int) -> list[int]:
     ]
 
 
-def _beside_device(model: CostModel, policy: Policy) -> tuple[float, float]:
+def _beside_device(model: CostModel, policy: OffloadPolicy) -> tuple[float, float]:
     """Bytes of host and disk beside a GPU. The host has room for the whole cache and for the activations of a whole
     pass if any of them are there; the disk has an image with all weights if any are there.
     """
@@ -213,7 +215,7 @@ def _beside_device(model: CostModel, policy: Policy) -> tuple[float, float]:
 def plan_all(
     profile: Profile,
     sizes: Sizes,
-    workload: Workload,
+    workload: BlockWorkload,
     capacities: tuple[float, ...],
     *,
     budget: int,
@@ -222,7 +224,7 @@ def plan_all(
     micro_batches: Iterable[int] = MICRO_BATCHES,
     num_batches: Iterable[int] | None = None,
     most: int | None = None,
-) -> list[Found]:
+) -> list[PlacedBlock]:
     """The best placement of every block size that fits, in the order of the sizes.
 
     micro_batches, num_batches  the sizes to try; without num_batches several
@@ -247,7 +249,7 @@ def plan_all(
 
     lacks = list[dict[str, float]]()
 
-    def fitting(micro_batch: int, count: int) -> Found | None:
+    def fitting(micro_batch: int, count: int) -> PlacedBlock | None:
         """A placement whose memory as it is taken fits. Where it does not, the program gets less memory."""
         rooms = list(capacities)
         for _ in range(MEMORY_TRIES):
@@ -258,7 +260,7 @@ def plan_all(
             memory = taken_memory(tried, found.policy, found.prediction.memory)
             excess = [memory[tier] / slack - most for tier, most in zip(profile.tiers, capacities, strict=True)]
             if max(excess) < 1:  # byte
-                return Found(found.policy, dataclasses.replace(found.prediction, memory=memory))
+                return PlacedBlock(found.policy, dataclasses.replace(found.prediction, memory=memory))
             lacks.append({tier: more for tier, more in zip(profile.tiers, excess, strict=True) if more >= 1})
             rooms = [room - max(0.0, more) for room, more in zip(rooms, excess, strict=True)]
         return None

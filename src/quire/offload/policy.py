@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import QuireError
-from quire.offload.costs import CostModel, Form, Kind, Linear, Policy
+from quire.offload.costs import CostModel, Form, Kind, Linear, OffloadPolicy
 from quire.offload.units import Share, Split
 from quire.options import format_bytes
 
@@ -68,10 +68,10 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Found:
+class PlacedBlock:
     """A policy of the search, and its prediction."""
 
-    policy: Policy
+    policy: OffloadPolicy
     prediction: Prediction
 
 
@@ -85,7 +85,7 @@ def no_fit(model: CostModel) -> PlanError:
     return PlanError(f"with blocks of {model.num_batches} x {model.micro_batch}, {lack_text(lacks_of(model))}")
 
 
-def predict(model: CostModel, policy: Policy) -> Prediction:
+def predict(model: CostModel, policy: OffloadPolicy) -> Prediction:
     """The times and bytes of a policy, whether it fits or not."""
     assert policy.block == model.block, f"a policy for {policy.block} sequences, a model of {model.block}"
     values = model.vector(policy)
@@ -117,7 +117,7 @@ def predict(model: CostModel, policy: Policy) -> Prediction:
     )
 
 
-def best_placement(model: CostModel, *, attended: bool | None = None) -> Policy | None:
+def best_placement(model: CostModel, *, attended: bool | None = None) -> OffloadPolicy | None:
     """The placement with the least seconds of one block size; None if none fits.
 
     attended  whether all of the cache beyond the first tier is attended to on the second, as in the paper, or nothing
@@ -134,7 +134,7 @@ def best_placement(model: CostModel, *, attended: bool | None = None) -> Policy 
     tiers = model.num_tiers
     shares = [Share(min(1.0, max(0.0, float(value)))) for value in values]
     weights, cache, hidden = (_split(shares[kind * tiers : (kind + 1) * tiers]) for kind in Kind)
-    return Policy(model.micro_batch, model.num_batches, weights, cache, hidden, shares[3 * tiers])
+    return OffloadPolicy(model.micro_batch, model.num_batches, weights, cache, hidden, shares[3 * tiers])
 
 
 def _split(shares: Sequence[Share]) -> Split:
@@ -255,20 +255,20 @@ def _minimum(objective: Linear, rows: Sequence[Linear], equal: NDArray[np.float6
     return answer
 
 
-def placed(model: CostModel) -> Found | None:
+def placed(model: CostModel) -> PlacedBlock | None:
     """The best placement of one block size; None if none fits. Raises PlanError if the solver gives up."""
     policy = best_placement(model)
-    return None if policy is None else Found(policy, predict(model, policy))
+    return None if policy is None else PlacedBlock(policy, predict(model, policy))
 
 
-def search(placed: Callable[[int, int], Found | None], blocks: Iterable[tuple[int, int]]) -> list[Found]:
+def search(placed: Callable[[int, int], PlacedBlock | None], blocks: Iterable[tuple[int, int]]) -> list[PlacedBlock]:
     """The best placement of every block size that fits, in the order of the sizes.
 
     placed  (sequences of a micro-batch, number of micro-batches) -> the best placement. Raises PlanError
     blocks  the sizes to try
     Raises PlanError if the solver gives up on a size and no other one fits.
     """
-    found, failure = list[Found](), None
+    found, failure = list[PlacedBlock](), None
     for micro_batch, num_batches in blocks:
         try:
             each = placed(micro_batch, num_batches)
@@ -283,6 +283,6 @@ def search(placed: Callable[[int, int], Found | None], blocks: Iterable[tuple[in
     return found
 
 
-def best(found: Sequence[Found]) -> Found | None:
+def best(found: Sequence[PlacedBlock]) -> PlacedBlock | None:
     """The one with the highest throughput; of equal ones the smallest block, which answers sooner."""
     return max(found, key=lambda each: (each.prediction.throughput, -each.policy.block), default=None)

@@ -120,7 +120,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Disk:
+class DiskSpeeds:
     """The disk under a folder.
 
     is_direct  whether requests passed the page cache (O_DIRECT)
@@ -143,7 +143,7 @@ class Disk:
 
 
 @dataclass(frozen=True)
-class Curve:
+class SecondsCurve:
     """Seconds over a count: rows of a product, or tokens of a prompt. Counts increase.
 
     spread  median over the counts of (maximum - minimum) / median of the rounds
@@ -180,20 +180,22 @@ class Attention:
         if len(self.seconds) != len(self.rows):
             raise ConfigError(f"seconds has {len(self.seconds)} lines for {len(self.rows)} rows")
         for line in self.seconds:
-            Curve(self.contexts, line)
+            SecondsCurve(self.contexts, line)
 
     def at(self, rows: float, context: float) -> float:
-        """Seconds of rows that attend to `context` tokens each; see `Curve.at`."""
-        return Curve(self.rows, tuple(Curve(self.contexts, line).at(context) for line in self.seconds)).at(rows)
+        """Seconds of rows that attend to `context` tokens each; see `SecondsCurve.at`."""
+        return SecondsCurve(
+            self.rows, tuple(SecondsCurve(self.contexts, line).at(context) for line in self.seconds)
+        ).at(rows)
 
-    def of_rows(self, rows: float) -> Curve:
+    def of_rows(self, rows: float) -> SecondsCurve:
         """Seconds of so many rows over the context of each."""
         columns = zip(*self.seconds, strict=True)
-        return Curve(self.contexts, tuple(Curve(self.rows, column).at(rows) for column in columns))
+        return SecondsCurve(self.contexts, tuple(SecondsCurve(self.rows, column).at(rows) for column in columns))
 
 
 @dataclass(frozen=True)
-class Device:
+class ProfiledGpu:
     """A GPU beside the host. Products and attention of a profile are its own.
 
     up, down  copies between pinned memory and the GPU
@@ -239,7 +241,7 @@ class Corrections:
 
 
 @dataclass(frozen=True)
-class Run:
+class ProfiledRun:
     """A generation that was measured from its start to its end.
 
     disk_share  share of the layers' bytes on the disk, as realised
@@ -295,16 +297,16 @@ class Profile:
 
     made: str
     conditions: Conditions
-    disk: Disk
+    disk: DiskSpeeds
     copy: Rate
     yardstick: float
-    products: Curve
-    head: Curve
+    products: SecondsCurve
+    head: SecondsCurve
     attention: Attention
-    prompt: Curve
+    prompt: SecondsCurve
     corrections: Corrections = Corrections()
-    runs: tuple[Run, ...] = ()
-    device: Device | None = None
+    runs: tuple[ProfiledRun, ...] = ()
+    device: ProfiledGpu | None = None
 
     @property
     def tiers(self) -> tuple[str, ...]:

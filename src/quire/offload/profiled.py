@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.offload.costs import Link, Traffic
+from quire.offload.costs import TierLink, Traffic
 from quire.timing.latency import Origin, StepWork
 
 if TYPE_CHECKING:
     from quire.offload.costs import Sizes
-    from quire.offload.profile import Curve, Profile
+    from quire.offload.profile import Profile, SecondsCurve
     from quire.offload.units import Split
 
 Floats = NDArray[np.float64]
@@ -28,14 +28,14 @@ SLACK = 0.05
 """Share by which a step may be larger than what was measured, and still count as covered."""
 
 
-def links_of(profile: Profile) -> tuple[Link, ...]:
+def links_of(profile: Profile) -> tuple[TierLink, ...]:
     """The links of a machine from its fastest tier outwards, as fast as they are while an engine runs."""
     corrections, disk, device = profile.corrections, profile.disk, profile.device
-    found = Link(Traffic.alike(disk.streamed.bandwidth / corrections.disk), Traffic.alike(disk.writes.bandwidth))
+    found = TierLink(Traffic.alike(disk.streamed.bandwidth / corrections.disk), Traffic.alike(disk.writes.bandwidth))
     if device is None:
         return (found,)
     up, down = device.up.bandwidth / corrections.bus, device.down.bandwidth
-    return Link(Traffic.alike(up), Traffic.alike(down)), found
+    return TierLink(Traffic.alike(up), Traffic.alike(down)), found
 
 
 def prompt_attention(profile: Profile, tokens: float, pairs: float) -> float:
@@ -117,10 +117,10 @@ class ProfiledTime:
         return np.asarray(np.interp(each, curve.counts, curve.seconds) * beyond, np.float64)
 
     @cached_property
-    def _lines(self) -> dict[int, Curve]:
+    def _lines(self) -> dict[int, SecondsCurve]:
         return {}
 
-    def _line(self, rows: int) -> Curve:
+    def _line(self, rows: int) -> SecondsCurve:
         """Seconds of a layer's attention of some rows over the context of each."""
         if rows not in self._lines:
             self._lines[rows] = self.profile.attention.of_rows(rows)

@@ -24,9 +24,9 @@ from quire.planning.goodput import Goodput
 from quire.planning.points import (
     ROUNDING,
     TIE,
-    Found,
-    Left,
-    Point,
+    PlanResult,
+    RejectedSettings,
+    SettingsPoint,
     Tried,
     Why,
     beats,
@@ -79,7 +79,7 @@ class Trial(NamedTuple):
            and its goodput need not be known
     """
 
-    point: Point
+    point: SettingsPoint
     guess: float
     floor: float = 0.0
 
@@ -111,19 +111,19 @@ class Search:
     """
 
     space: Space
-    points: Sequence[Point]
+    points: Sequence[SettingsPoint]
     evaluate: Evaluate
     quality: float
-    made: Callable[[Settings, float], Point | None] = lambda settings, share: None
-    refine: Callable[[Sequence[Point]], Sequence[Point | None]] = lambda points: points
+    made: Callable[[Settings, float], SettingsPoint | None] = lambda settings, share: None
+    refine: Callable[[Sequence[SettingsPoint]], Sequence[SettingsPoint | None]] = lambda points: points
     clock: Callable[[], float] = lambda: 0.0
     deadline: float = math.inf
     progress: Callable[[int, int, int], None] = lambda rung, done, total: None
     rungs: Sequence[Rung] = RUNGS
-    left: list[Left] = field(default_factory=list)
+    left: list[RejectedSettings] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def run(self) -> Found:
+    def run(self) -> PlanResult:
         """Searches. Raises NoPlanError if no point meets the targets within the quality budget."""
         points = self._without_covered(self._without_lossy(self.points))
         begun = self.clock()
@@ -142,44 +142,44 @@ class Search:
         chosen, tried = self._choose(tried)
         frontier = self._frontier(tried)
         baseline = next((each for each in tried if self._is_baseline(each.point)), None)
-        return Found(chosen, tuple(frontier), baseline, tuple(tried), tuple(self.left), tuple(self.warnings))
+        return PlanResult(chosen, tuple(frontier), baseline, tuple(tried), tuple(self.left), tuple(self.warnings))
 
     # ---- what is not tried ---------------------------------------------------------------------------------------
 
-    def _without_lossy(self, points: Iterable[Point]) -> list[Point]:
+    def _without_lossy(self, points: Iterable[SettingsPoint]) -> list[SettingsPoint]:
         found, most = [], BEYOND * self.quality
         for point in points:
             if point.loss.value > most and not self._is_baseline(point):
                 reason = f"it loses {point.loss.value:.2%} ({point.loss.origin}), and the budget is {self.quality:.2%}"
-                self.left.append(Left(point.settings, Why.LOSSY, reason))
+                self.left.append(RejectedSettings(point.settings, Why.LOSSY, reason))
             else:
                 found.append(point)
         return found
 
-    def _without_covered(self, points: Sequence[Point]) -> list[Point]:
-        found: list[Point] = []
+    def _without_covered(self, points: Sequence[SettingsPoint]) -> list[SettingsPoint]:
+        found: list[SettingsPoint] = []
         for point in sorted(points, key=lambda each: (each.loss.value, sum(each.profile))):
             over = next((each for each in found if covers(self.space, each, point)), None)
             if over is None or self._is_baseline(point):
                 found.append(point)
             else:
                 reason = f"{self.space.name(over.settings)} is no slower in any step, loses no more, and holds as much"
-                self.left.append(Left(point.settings, Why.COVERED, reason))
+                self.left.append(RejectedSettings(point.settings, Why.COVERED, reason))
         return found
 
-    def _varied(self, points: Sequence[Point]) -> list[Point]:
+    def _varied(self, points: Sequence[SettingsPoint]) -> list[SettingsPoint]:
         """The points with parts of their caches, and with other choices of late axes."""
-        found: list[Point | None] = []
+        found: list[SettingsPoint | None] = []
         for settings in (point.settings for point in points if point.share == 1):
             found += [self.made(settings, share) for share in SHARES]
             found += [self.made(other, 1.0) for other in self.space.later(settings)]
         return [each for each in found if each is not None]
 
-    def _refined(self, points: Sequence[Point]) -> tuple[list[Point], list[Left]]:
+    def _refined(self, points: Sequence[SettingsPoint]) -> tuple[list[SettingsPoint], list[RejectedSettings]]:
         found, lost = [], []
         for before, after in zip(points, self.refine(points), strict=True):
             if after is None:
-                lost.append(Left(before.settings, Why.UNFIT, "it could not be measured", before.share))
+                lost.append(RejectedSettings(before.settings, Why.UNFIT, "it could not be measured", before.share))
             else:
                 found.append(after)
         return found, lost
@@ -187,7 +187,7 @@ class Search:
     # ---- rungs ---------------------------------------------------------------------------------------------------
 
     def _try(
-        self, number: int, rung: Rung, points: Sequence[Point], before: Sequence[Tried], end: float
+        self, number: int, rung: Rung, points: Sequence[SettingsPoint], before: Sequence[Tried], end: float
     ) -> list[Tried]:
         """Tries points, those first that cost little to simulate and may serve much. What there is no time for keeps
         what was found before.
@@ -195,7 +195,7 @@ class Search:
         known = {each.point.key: each for each in before}
         waiting = sorted(points, key=lambda each: (not self._is_baseline(each), each.cost, -self._hope(each, known)))
         done: list[Tried] = []
-        late: list[Point] = []
+        late: list[SettingsPoint] = []
         while waiting and (self.clock() < end or not (known or done)):
             self.progress(number, len(done), len(done) + len(waiting))
             batch, waiting = self._batch(waiting, done, known)
@@ -210,16 +210,16 @@ class Search:
                     done.append(Tried(point, found, rung.requests))
                 else:
                     reason = f"below {trial.floor / point.units:.4g} requests/s, which others serve who lose no more"
-                    self.left.append(Left(point.settings, Why.SLOWER, reason, point.share))
+                    self.left.append(RejectedSettings(point.settings, Why.SLOWER, reason, point.share))
         self._untried(rung, [*late, *waiting], known, done)
         self.progress(number, len(done), len(done))
         return done
 
     def _batch(
-        self, waiting: Sequence[Point], done: Sequence[Tried], known: dict[tuple[Settings, float], Tried]
-    ) -> tuple[list[Point], list[Point]]:
+        self, waiting: Sequence[SettingsPoint], done: Sequence[Tried], known: dict[tuple[Settings, float], Tried]
+    ) -> tuple[list[SettingsPoint], list[SettingsPoint]]:
         """The next points to try, and those after them. Points that a bound excludes are left."""
-        batch: list[Point] = []
+        batch: list[SettingsPoint] = []
         for place, point in enumerate(waiting):
             if len(batch) == BATCH:
                 return batch, list(waiting[place:])
@@ -231,10 +231,10 @@ class Search:
                 f"at most {point.bound / point.units:.4g} requests/s, but {self.space.name(better.point.settings)} has"
                 f" {better.rate:.4g}, loses no more, and needs no more memory"
             )
-            self.left.append(Left(point.settings, Why.BOUND, reason, point.share))
+            self.left.append(RejectedSettings(point.settings, Why.BOUND, reason, point.share))
         return batch, []
 
-    def _excludes(self, tried: Tried, point: Point) -> bool:
+    def _excludes(self, tried: Tried, point: SettingsPoint) -> bool:
         mine = tried.point
         return (
             tried.rate > point.bound / point.units * (1 + ROUNDING)
@@ -245,7 +245,7 @@ class Search:
     def _untried(
         self,
         rung: Rung,
-        waiting: Sequence[Point],
+        waiting: Sequence[SettingsPoint],
         known: dict[tuple[Settings, float], Tried],
         done: list[Tried],
     ) -> None:
@@ -259,10 +259,10 @@ class Search:
             if point.key in known:
                 done.append(replace(known[point.key], point=point))
             else:
-                self.left.append(Left(point.settings, Why.UNTRIED, "the time was over", point.share))
+                self.left.append(RejectedSettings(point.settings, Why.UNTRIED, "the time was over", point.share))
 
     def _trial(
-        self, point: Point, rung: Rung, done: Sequence[Tried], known: dict[tuple[Settings, float], Tried]
+        self, point: SettingsPoint, rung: Rung, done: Sequence[Tried], known: dict[tuple[Settings, float], Tried]
     ) -> Trial:
         before = known.get(point.key) or known.get((point.settings, 1.0))
         guess = before.goodput.rate if before is not None else 0.0
@@ -274,7 +274,7 @@ class Search:
         floor = (1 - rung.tolerance) * max(over, default=0.0) * point.units
         return Trial(point, max(guess, floor) or point.bound / 2, floor)
 
-    def _hope(self, point: Point, known: dict[tuple[Settings, float], Tried]) -> float:
+    def _hope(self, point: SettingsPoint, known: dict[tuple[Settings, float], Tried]) -> float:
         before = known.get(point.key)
         return point.bound / point.units if before is None else before.rate
 
@@ -301,7 +301,7 @@ class Search:
                 f"{each.rate:.4g} requests/s with {each.requests} requests, where"
                 f" {self.space.name(better.point.settings)} has {better.rate:.4g}"
             )
-            self.left.append(Left(each.point.settings, Why.SLOWER, reason, each.point.share))
+            self.left.append(RejectedSettings(each.point.settings, Why.SLOWER, reason, each.point.share))
 
     # ---- the result ----------------------------------------------------------------------------------------------
 
@@ -372,5 +372,5 @@ class Search:
         best = [each for each in tried if each.rate > 0 and not any(beats(other, each) for other in tried)]
         return sorted(best, key=lambda each: (-each.rate, each.point.room.total))
 
-    def _is_baseline(self, point: Point) -> bool:
+    def _is_baseline(self, point: SettingsPoint) -> bool:
         return point.settings == self.space.first and point.share == 1

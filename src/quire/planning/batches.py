@@ -12,7 +12,7 @@ from typing import Any
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.offload.costs import Policy, Workload
+from quire.offload.costs import BlockWorkload, OffloadPolicy
 from quire.offload.planner import MICRO_BATCHES
 from quire.offload.policy import PlanError, Prediction
 from quire.offload.profile import read_profile
@@ -38,7 +38,7 @@ class BatchPlan:
     tiers       of the machine, fastest first
     """
 
-    policy: Policy
+    policy: OffloadPolicy
     prediction: Prediction
     settings: dict[str, Any]
     tiers: tuple[str, ...]
@@ -54,12 +54,12 @@ class BatchPlan:
         return num_tokens / seconds_of(self.policy, self.prediction, num_lines)
 
 
-def seconds_of(policy: Policy, prediction: Prediction, num_lines: int) -> float:
+def seconds_of(policy: OffloadPolicy, prediction: Prediction, num_lines: int) -> float:
     """Predicted seconds of a batch of some lines: of whole blocks."""
     return -(-num_lines // policy.block) * prediction.seconds
 
 
-def workload_of(prompts: Sequence[Sequence[int]], outputs: Sequence[int], kept: Share = ALL) -> Workload:
+def workload_of(prompts: Sequence[Sequence[int]], outputs: Sequence[int], kept: Share = ALL) -> BlockWorkload:
     """The mean request of a batch.
 
     prompts  token ids, in the order of the prefix tree
@@ -71,7 +71,7 @@ def workload_of(prompts: Sequence[Sequence[int]], outputs: Sequence[int], kept: 
     # As many shared tokens as there are, as if all prompts shared one beginning.
     total = sum(_common(before, prompt) for before, prompt in itertools.pairwise(prompts))
     shared = min(total / max(1, count - 1), tokens - 1)
-    return Workload(tokens, sum(outputs) / count, max(0.0, shared), int(total > 0), kept=kept, growth=kept)
+    return BlockWorkload(tokens, sum(outputs) / count, max(0.0, shared), int(total > 0), kept=kept, growth=kept)
 
 
 def _common(before: Sequence[int], prompt: Sequence[int]) -> int:

@@ -34,7 +34,7 @@ MOST_BESIDE = 32
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestStats:
     """What requests ask for at least, f64 [n] each: nothing is computed twice, and nothing is dropped that is shared.
 
     rows     tokens of the prompt that no earlier request has
@@ -51,7 +51,7 @@ class Asked:
     own: Floats
 
     @classmethod
-    def of(cls, workload: Workload, kept: float = 1.0, window: int | None = None) -> Asked:
+    def of(cls, workload: Workload, kept: float = 1.0, window: int | None = None) -> RequestStats:
         """What the requests of a workload ask for.
 
         kept    share of their context that retention keeps
@@ -89,16 +89,16 @@ class Bound:
     most_rows: int
     most_batch: int
 
-    def prompts(self, asked: Asked, slo: Slo) -> float:
+    def prompts(self, asked: RequestStats, slo: Slo) -> float:
         """Of an instance that computes prompts."""
         seconds = float((self._rows * asked.rows + self._pair * asked.pairs).mean())
         return self._unless(self._first(asked) > slo.ttft, slo, seconds)
 
-    def decoding(self, asked: Asked, slo: Slo) -> float:
+    def decoding(self, asked: RequestStats, slo: Slo) -> float:
         """Of an instance that decodes; infinite if every answer has one token."""
         return self._unless(self._per_token(asked) > slo.tpot, slo, self._decode_seconds(asked))
 
-    def mixed(self, asked: Asked, slo: Slo) -> float:
+    def mixed(self, asked: RequestStats, slo: Slo) -> float:
         """Of an instance that does both: rows of prompts and of answers may share the cheapest step."""
         number, context, own = asked.mean_decode
         seconds = self._rows * (float(asked.rows.mean()) + number) + self._pair * float(asked.pairs.mean())
@@ -106,7 +106,7 @@ class Bound:
         missed = (self._first(asked) > slo.ttft) | (self._per_token(asked) > slo.tpot)
         return self._unless(missed, slo, seconds)
 
-    def of(self, role: str, asked: Asked, slo: Slo) -> float:
+    def of(self, role: str, asked: RequestStats, slo: Slo) -> float:
         """Of an instance with this role."""
         return {"prefill": self.prompts, "decode": self.decoding, "mixed": self.mixed}[role](asked, slo)
 
@@ -116,11 +116,11 @@ class Bound:
             return 0.0
         return 1 / seconds if seconds else np.inf
 
-    def _first(self, asked: Asked) -> Floats:
+    def _first(self, asked: RequestStats) -> Floats:
         """Seconds of prompts that come alone, f64 [n]: slices of a prompt follow each other into a pipeline."""
         return np.asarray(self._rows * asked.rows + self._pair * asked.pairs, np.float64)
 
-    def _per_token(self, asked: Asked) -> Floats:
+    def _per_token(self, asked: RequestStats) -> Floats:
         """Seconds per token of answers that come alone, f64 [n], of the first requests at most."""
         count = len(asked.tokens)
         found = np.zeros(count)
@@ -148,7 +148,7 @@ class Bound:
         )
         return max(0.0, with_pairs - without) / MANY_PAIRS
 
-    def _decode_seconds(self, asked: Asked) -> float:
+    def _decode_seconds(self, asked: RequestStats) -> float:
         number, context, own = asked.mean_decode
         return number * min(self._decode(size, context, own) / size for size in self._sizes(self.most_batch))
 
@@ -168,7 +168,7 @@ class Bound:
         yield from {*(size for size in (*knots, *(1 << power for power in range(21))) if 0 < size < most), most}
 
 
-def joint_bound(instances: Iterable[tuple[str, int, Bound]], asked: Asked, slo: Slo) -> float:
+def joint_bound(instances: Iterable[tuple[str, int, Bound]], asked: RequestStats, slo: Slo) -> float:
     """Requests/s that some instances never serve for long.
 
     instances  role, number, and bound of each

@@ -61,7 +61,7 @@ class Scoring:
 
 
 @dataclass(frozen=True)
-class Curve:
+class LossCurve:
     """Measured losses of one configuration.
 
     model      fingerprint of the checkpoint
@@ -83,7 +83,7 @@ class Curve:
     date: str = ""
 
     @classmethod
-    def of(cls, model: str, settings: About, scoring: Scoring, text_name: str = "") -> Curve:
+    def of(cls, model: str, settings: About, scoring: Scoring, text_name: str = "") -> LossCurve:
         """A curve without windows."""
         return cls(model, dict(settings), scoring.text, text_name, scoring.context, scoring.continuation, ())
 
@@ -159,7 +159,7 @@ NOTHING = Loss(0.0, 0.0, Origin.MEASURED, REFERENCE)
 """What settings without any loss lose, by definition."""
 
 
-def compared(curve: Curve, reference: Curve) -> Loss:
+def compared(curve: LossCurve, reference: LossCurve) -> Loss:
     """The loss of one curve beside another one, over the windows that both have."""
     assert curve.scoring == reference.scoring, f"{curve.scoring} beside {reference.scoring}"
     pairs = zip(curve.losses, reference.losses, strict=False)
@@ -197,7 +197,7 @@ class Curves:
     def __init__(self, folder: Path, model: str) -> None:
         self.model = model
         self._folder = folder / model
-        self._curves: dict[str, Curve] = {}
+        self._curves: dict[str, LossCurve] = {}
         for path in sorted(self._folder.glob("*.json")):
             try:
                 curve = read_curve(path)
@@ -207,16 +207,16 @@ class Curves:
             if curve.model == model:
                 self._curves[curve.name] = curve
 
-    def find(self, settings: About, scoring: Scoring) -> Curve | None:
+    def find(self, settings: About, scoring: Scoring) -> LossCurve | None:
         """The curve of these settings, read in this way."""
-        return self._curves.get(Curve.of(self.model, settings, scoring).name)
+        return self._curves.get(LossCurve.of(self.model, settings, scoring).name)
 
     def scorings(self, settings: About) -> list[Scoring]:
         """The ways in which these settings were read, most windows first."""
         found = [each for each in self._curves.values() if each.settings == settings]
         return [each.scoring for each in sorted(found, key=lambda each: (-len(each.losses), each.name))]
 
-    def keep(self, curve: Curve) -> None:
+    def keep(self, curve: LossCurve) -> None:
         """Keeps a curve, in place of an earlier one that was read in the same way. A file that cannot be written is
         only missed by later runs.
         """
@@ -229,7 +229,7 @@ class Curves:
             log.warning("%s cannot be written (%s); the next plan measures again", path, error.strerror or error)
 
 
-def read_curve(path: Path) -> Curve:
+def read_curve(path: Path) -> LossCurve:
     """The curve of a file. Raises ConfigError that names the file and the field if it is none."""
     try:
         fields = parse_json(read_text(path))
@@ -238,7 +238,7 @@ def read_curve(path: Path) -> Curve:
     if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
         raise ConfigError(f"curve {path}: not of format {FORMAT}; quire plan auto --text FILE makes one")
     try:
-        return made(Curve, fields)
+        return made(LossCurve, fields)
     except ConfigError as error:
         raise ConfigError(f"curve {path}: {error}") from None
 

@@ -47,7 +47,7 @@ class Seen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Load:
+class TrafficStats:
     """What a placement was planned for, or what requests are now.
 
     rate      requests/s; of a placement those that it serves
@@ -70,7 +70,7 @@ class Load:
             raise ConfigError(f"shared is {self.shared!r}; it must be a share from 0 to 1")
 
     @classmethod
-    def of(cls, arrived: Sequence[float], answered: Iterable[Seen], seconds: float) -> Load | None:
+    def of(cls, arrived: Sequence[float], answered: Iterable[Seen], seconds: float) -> TrafficStats | None:
         """What the requests of some seconds are like; None for fewer than two that arrived or were answered.
 
         arrived  when requests arrived, answered or not: of a cluster with too many of them, answers tell what it can do
@@ -139,7 +139,7 @@ class Patience:
     gain: float = 0.1
 
 
-def changes(planned: Load, now: Load, patience: Patience) -> list[Change]:
+def changes(planned: TrafficStats, now: TrafficStats, patience: Patience) -> list[Change]:
     """What has changed by more than matters and by more than chance."""
     found = []
     for name in NAMES:
@@ -169,7 +169,7 @@ class Replanner:
     since     when the first of the windows began that differ; infinite: none does
     """
 
-    def __init__(self, planned: Load, patience: Patience, now: float) -> None:
+    def __init__(self, planned: TrafficStats, patience: Patience, now: float) -> None:
         self.planned, self.phase = planned, Phase.QUIET
         self.reason: list[Change] = []
         self.since = math.inf
@@ -178,7 +178,7 @@ class Replanner:
         self._begin(now)
         self._differing = 0
         self._searched = -math.inf
-        self._current: Load | None = None
+        self._current: TrafficStats | None = None
 
     def note_arrival(self, now: float) -> None:
         """A request arrives."""
@@ -199,7 +199,7 @@ class Replanner:
         is_long = len(self._seen) >= self._patience.requests or seconds >= LONGEST * least
         if seconds < least or not is_long or is_busy:
             return False
-        current, begun = Load.of(self._arrived, self._seen, seconds), self._window_begun
+        current, begun = TrafficStats.of(self._arrived, self._seen, seconds), self._window_begun
         self._begin(now)
         if current is None:
             return False
@@ -245,7 +245,7 @@ class Replanner:
     def _settle(self, now: float) -> None:
         if (now_is := self._current) is not None:
             rate = max(now_is.rate, self._served)
-            self.planned = Load(rate, now_is.mean_in, now_is.mean_out, now_is.shared)
+            self.planned = TrafficStats(rate, now_is.mean_in, now_is.mean_out, now_is.shared)
         self.phase, self._differing, self.reason, self._current = Phase.QUIET, 0, [], None
         self.since, self._served = math.inf, 0.0
         self._begin(now)

@@ -43,7 +43,7 @@ class Verdict(StrEnum):
     UNBOUNDED = "unbounded"
 
 
-class Point(NamedTuple):
+class RatePoint(NamedTuple):
     """A rate in requests/s, and the share of requests that meet both targets there."""
 
     rate: float
@@ -73,11 +73,11 @@ class Goodput:
     spread: float = 0.0
     evaluations: int = 0
     target: float = 0.9
-    points: tuple[Point, ...] = ()
+    points: tuple[RatePoint, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
-    def exceptions(self) -> tuple[tuple[Point, Point], ...]:
+    def exceptions(self) -> tuple[tuple[RatePoint, RatePoint], ...]:
         """Neighbouring points of which the lower rate misses the target and the higher one reaches it."""
         return tuple(
             (lower, higher)
@@ -237,7 +237,7 @@ class _Search:
             spread=max(shares) - min(shares),
             evaluations=len(self.shares),
             target=self.target,
-            points=tuple(Point(rate, self.attainment(rate)) for rate in rates),
+            points=tuple(RatePoint(rate, self.attainment(rate)) for rate in rates),
         )
 
 

@@ -13,11 +13,11 @@ import torch
 from quire.config import EngineConfig
 from quire.engine.machine import available_memory
 from quire.errors import ConfigError
-from quire.offload.costs import CostModel, Form, Workload
+from quire.offload.costs import BlockWorkload, CostModel, Form
 from quire.offload.files import read_policy
 from quire.offload.paper import FORMS, t4
 from quire.offload.planner import MICRO_BATCHES, plan_all
-from quire.offload.policy import BATCHES, Found, no_fit, placed, search
+from quire.offload.policy import BATCHES, PlacedBlock, no_fit, placed, search
 from quire.offload.profile import Profile
 from quire.offload.profiled import ProfiledTime
 from quire.offload.units import ALL, NONE, TIERS, Share, Split
@@ -35,7 +35,7 @@ class OffloadPlan:
 
     tiers: tuple[str, ...]
     capacities: tuple[float, ...]
-    found: list[Found]
+    found: list[PlacedBlock]
 
 
 def kept_share(config: EngineConfig) -> Share:
@@ -47,7 +47,7 @@ def kept_share(config: EngineConfig) -> Share:
 def plan_measured(
     subject: Subject,
     profile: Profile,
-    workload: Workload,
+    workload: BlockWorkload,
     given: Mapping[str, float | None],
     *,
     disk_setting: str,
@@ -88,7 +88,7 @@ def plan_measured(
 
 def plan_paper(
     subject: Subject,
-    workload: Workload,
+    workload: BlockWorkload,
     capacities: tuple[float, float, float],
     form: Form,
     *,

@@ -57,7 +57,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Point:
+class SettingsPoint:
     """Settings, and what is known of them without trying.
 
     share    part of the memory left for the cache that it takes
@@ -98,7 +98,7 @@ def named(space: Space, settings: Settings, share: float = 1.0) -> str:
 class Tried:
     """A point and its goodput. requests: of the simulations."""
 
-    point: Point
+    point: SettingsPoint
     goodput: Goodput
     requests: int
 
@@ -108,7 +108,7 @@ class Tried:
         return self.goodput.rate / self.point.units
 
 
-class Left(NamedTuple):
+class RejectedSettings(NamedTuple):
     """Settings that are not part of the frontier, and why."""
 
     settings: Settings
@@ -118,7 +118,7 @@ class Left(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class PlanResult:
     """The result of a search.
 
     chosen    serves most within the quality budget
@@ -133,7 +133,7 @@ class Found:
     frontier: tuple[Tried, ...]
     baseline: Tried | None
     finalists: tuple[Tried, ...]
-    left: tuple[Left, ...]
+    left: tuple[RejectedSettings, ...]
     warnings: tuple[str, ...] = ()
 
     def neighbours(self, space: Space) -> list[tuple[Settings, float, str]]:
@@ -166,7 +166,7 @@ class Found:
         return f"{told}, no more, and it needs {more} memory"
 
 
-def covers(space: Space, one: Point, other: Point) -> bool:
+def covers(space: Space, one: SettingsPoint, other: SettingsPoint) -> bool:
     """Whether a point is at least as good as another one in all that is known without trying: its steps are no longer,
     it loses no more, and its cache holds as much. Whatever else changes what is served must be equal, and so must be
     what steps attend to.
@@ -193,7 +193,7 @@ def is_no_worse(one: Loss, other: Loss) -> bool:
     return one.value <= other.value + ROUNDING and one.most <= other.most + ROUNDING
 
 
-def needs_no_more(one: Point, other: Point) -> bool:
+def needs_no_more(one: SettingsPoint, other: SettingsPoint) -> bool:
     """Whether the first point takes at most the memory of the second one."""
     return one.room.total <= (1 + SAME) * other.room.total
 

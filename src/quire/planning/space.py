@@ -33,7 +33,7 @@ DIVISIONS = ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (8, 1))
 
 
 @dataclass(frozen=True)
-class Machine:
+class SearchLimits:
     """What decides which choices there are.
 
     cores       that all instances may use; 0: instances compute on GPUs
@@ -102,7 +102,7 @@ class Axis:
 
     name: str
     keys: tuple[str, ...]
-    choices: Callable[[Machine], Sequence[Choice]]
+    choices: Callable[[SearchLimits], Sequence[Choice]]
     refuses: Callable[[Choice, Mapping[str, Choice]], str] = _nothing
     part: str = ""
     effect: Effect = Effect.NONE
@@ -111,13 +111,13 @@ class Axis:
     is_late: bool = False
 
 
-def _weights(machine: Machine) -> list[Choice]:
+def _weights(machine: SearchLimits) -> list[Choice]:
     forms = ["native", *(["dequantized"] if machine.is_packed else []), "g4"]
     lossless = ("native", "dequantized")
     return [Choice("weights", f"{form} weights", (("model.weights", form),), form not in lossless) for form in forms]
 
 
-def _codecs(machine: Machine) -> list[Choice]:
+def _codecs(machine: SearchLimits) -> list[Choice]:
     # A calibration belongs to calibrated codecs alone, and the configuration refuses it with others.
     has_file = "cache.calibration" in machine.given
     return [
@@ -130,7 +130,7 @@ def _codecs(machine: Machine) -> list[Choice]:
     ]  # fmt: skip
 
 
-def _slots(machine: Machine) -> list[Choice]:
+def _slots(machine: SearchLimits) -> list[Choice]:
     return [Choice("outliers", f"{count} slots", (("cache.outlier_slots", count),), like="slots") for count in SLOTS]
 
 
@@ -140,12 +140,12 @@ def _needs_calibrated(choice: Choice, others: Mapping[str, Choice]) -> str:
     return "" if is_plain or codec not in CODECS or CODECS[codec].is_calibrated else f"{codec} has no outlier slots"
 
 
-def _retention(machine: Machine) -> list[Choice]:
+def _retention(machine: SearchLimits) -> list[Choice]:
     kept = [Choice("retention", f"budget {share:g}", (("retain.budget", share),), like="budget") for share in BUDGETS]
     return [Choice("retention", "all tokens", (("retain.budget", "off"),), loses=False), *kept]
 
 
-def _disk(machine: Machine) -> list[Choice]:
+def _disk(machine: SearchLimits) -> list[Choice]:
     none = Choice("disk", "no disk", (("tiers.disk", None), ("tiers.disk_bandwidth", None)), loses=False)
     if not machine.disk:
         return [none]
@@ -153,25 +153,25 @@ def _disk(machine: Machine) -> list[Choice]:
     return [none, Choice("disk", "disk", (("tiers.disk", machine.disk), ("tiers.disk_bandwidth", limit)), loses=False)]
 
 
-def _memory(machine: Machine) -> list[Choice]:
+def _memory(machine: SearchLimits) -> list[Choice]:
     none = Choice("memory", "no memory tier", (("tiers.memory", None),), loses=False)
     tier = Choice("memory", "memory tier", (("tiers.memory", machine.memory),), loses=False)
     return [none, tier] if machine.memory else [none]
 
 
-def _running(machine: Machine) -> list[Choice]:
+def _running(machine: SearchLimits) -> list[Choice]:
     return [
         Choice("running", f"{count} running", (("scheduler.max_running", count),), loses=False) for count in RUNNING
     ]
 
 
-def _roles(machine: Machine) -> list[Choice]:
+def _roles(machine: SearchLimits) -> list[Choice]:
     one = Choice("roles", "one engine", (("cluster.prefill", 0), ("cluster.decode", 0)), loses=False)
     apart = Choice("roles", "prefill + decode", (("cluster.prefill", 1), ("cluster.decode", 1)), loses=False)
     return [one, apart] if machine.gpus or machine.cores > 1 else [one]
 
 
-def _parallel(machine: Machine) -> list[Choice]:
+def _parallel(machine: SearchLimits) -> list[Choice]:
     return [
         Choice("parallel", f"tp {tp} pp {pp}", (("parallel.tp", tp), ("parallel.pp", pp)), loses=False)
         for tp, pp in DIVISIONS
@@ -253,7 +253,7 @@ class Space:
     tried: Mapping[str, tuple[Choice, ...]]
 
     @classmethod
-    def of(cls, machine: Machine, axes: tuple[Axis, ...] = AXES) -> Space:
+    def of(cls, machine: SearchLimits, axes: tuple[Axis, ...] = AXES) -> Space:
         """The space of a machine."""
         plain, tried = {}, {}
         for axis in axes:

@@ -30,7 +30,7 @@ class _Bringing:
             self.note(self.num_done - 1)
 
 
-class Arrivals:
+class ChunkArrivals:
     """What is on its way to one engine."""
 
     def __init__(self, events: Events) -> None:
@@ -79,7 +79,7 @@ class LateReads:
     link  of reads
     """
 
-    def __init__(self, link: Link, events: Events, arrivals: Arrivals) -> None:
+    def __init__(self, link: Link, events: Events, arrivals: ChunkArrivals) -> None:
         self.link, self._events, self._arrivals = link, events, arrivals
         self._free_at = 0.0
 
@@ -91,7 +91,7 @@ class LateReads:
         self._arrivals.bring(transfer, [begun + seconds * (layer + 1) / count for layer in range(count)], note)
 
 
-class Disk(LruStore[None]):
+class SimulatedDisk(LruStore[None]):
     """A tier whose runs have no bytes, but take their room and their time.
 
     name   in statistics
@@ -99,7 +99,7 @@ class Disk(LruStore[None]):
     """
 
     def __init__(
-        self, name: str, cap: int, link: Link, events: Events, arrivals: Arrivals, lifetime: float | None = None
+        self, name: str, cap: int, link: Link, events: Events, arrivals: ChunkArrivals, lifetime: float | None = None
     ) -> None:
         """cap, lifetime: see LruStore. link: of reads."""
         super().__init__(cap, lifetime, lambda: events.now)

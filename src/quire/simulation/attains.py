@@ -10,12 +10,12 @@ from typing import Any
 
 from quire.config import RetainConfig
 from quire.options import format_number
-from quire.planning.bounds import Asked, Bound, joint_bound
+from quire.planning.bounds import Bound, RequestStats, joint_bound
 from quire.planning.goodput import Goodput, goodput
 from quire.simulation.load import SHORT, Load
 from quire.simulation.outcome import Outcome
 from quire.simulation.pool import InProcess, Pool
-from quire.simulation.run import Run
+from quire.simulation.run import SimulationRun
 from quire.simulation.setup import Replicas, Setup
 from quire.workload.slo import ANYTHING, Slo
 from quire.workload.workload import Workload
@@ -42,12 +42,12 @@ class Attains:
     outcomes    by rate and seed, of all that was simulated
     """
 
-    simulation: Callable[[float, int], Run]
+    simulation: Callable[[float, int], SimulationRun]
     slo: Slo
     groups: Sequence[Sequence[int]] = ()
     pool: Pool = field(default_factory=InProcess)
     on_run: Callable[[float, int, Outcome], None] = lambda rate, seed, outcome: None
-    first: Callable[[float, int], Run] | None = None
+    first: Callable[[float, int], SimulationRun] | None = None
     outcomes: dict[tuple[float, int], Outcome] = field(default_factory=dict)
 
     def __call__(self, rate: float, seed: int) -> float:
@@ -62,7 +62,9 @@ class Attains:
                 self.on_run(rate, each, outcome)
         return self.outcomes[rate, seed].attainment(self.slo)
 
-    def _run(self, simulation: Callable[[float, int], Run], rate: float, seeds: Sequence[int]) -> Sequence[Outcome]:
+    def _run(
+        self, simulation: Callable[[float, int], SimulationRun], rate: float, seeds: Sequence[int]
+    ) -> Sequence[Outcome]:
         return self.pool.run([simulation(rate, each) for each in seeds])
 
     def _share(self, outcomes: Sequence[Outcome]) -> float:
@@ -76,9 +78,9 @@ def ceiling_of(setup: Setup, workload: Workload) -> float:
     return joint_bound([(each.role, each.count, bound_of(each)) for each in setup.replicas], asked, ANYTHING)
 
 
-def asked_of(workload: Workload, retain: RetainConfig, window: int | None) -> Asked:
+def asked_of(workload: Workload, retain: RetainConfig, window: int | None) -> RequestStats:
     """What the requests of a workload ask at least of instances with this retention and window of attention."""
-    return Asked.of(workload, 1.0 if retain.budget == "off" else retain.budget, window)
+    return RequestStats.of(workload, 1.0 if retain.budget == "off" else retain.budget, window)
 
 
 def bound_of(replicas: Replicas) -> Bound:

@@ -17,10 +17,10 @@ from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, SequenceState
 from quire.errors import QueueFullError, QuireError, RequestError
-from quire.simulation.arrivals import Arrivals
+from quire.simulation.arrivals import ChunkArrivals
 from quire.simulation.engine import EngineLoop, EngineOf, StoresOf, no_stores, with_stores
 from quire.simulation.events import Events, StepClock
-from quire.simulation.instance import Network, SimulatedInstance
+from quire.simulation.instance import SimulatedInstance, SimulatedNetwork
 from quire.simulation.outcome import Used
 from quire.timing.latency import Link
 
@@ -70,7 +70,7 @@ class Alone:
         self, events: Events, engine_of: EngineOf, stores_of: StoresOf = no_stores, *, overhead: float = 0.0
     ) -> None:
         self._events, self._overhead = events, overhead
-        arrivals, clock = Arrivals(events), StepClock(events)
+        arrivals, clock = ChunkArrivals(events), StepClock(events)
         self.engine = with_stores(engine_of, clock, arrivals, stores_of(events, arrivals))
         self.loop = EngineLoop(events, self.engine, clock, self._has_stepped)
         self._asked: dict[str, tuple[Answered, Ended]] = {}
@@ -165,7 +165,7 @@ class SimulatedCluster:
         max_queue: int = 1 << 30,
     ) -> None:
         self._events, self._overhead, self._max_queue = events, overhead, max_queue
-        self.network = Network(events, hop, bulk)
+        self.network = SimulatedNetwork(events, hop, bulk)
         self.network.hearers[ROUTER] = self
         self.router = Router(
             lambda to, message: self.network.send(ROUTER, to, message), timeout=timeout, tries=tries, routing=routing,

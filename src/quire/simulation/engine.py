@@ -26,7 +26,7 @@ from quire.errors import ConfigError
 from quire.models.shape import ModelShape
 from quire.models.structural_tokens import StructuralTokens
 from quire.planning.work import WorkMeter
-from quire.simulation.arrivals import Arrivals, Disk
+from quire.simulation.arrivals import ChunkArrivals, SimulatedDisk
 from quire.simulation.events import Events, StepClock
 from quire.simulation.table import PagesOnly
 from quire.stores.tiers import Tier, Tiers
@@ -75,7 +75,7 @@ class Plan:
         """
         events = Events()
         clock = StepClock(events)
-        return measure_capacity(make_engine(self, clock, Arrivals(events)))
+        return measure_capacity(make_engine(self, clock, ChunkArrivals(events)))
 
     @property
     def window(self) -> int | None:
@@ -120,7 +120,7 @@ class SimulatedRunner:
         self.latency, self.clock, self.decide = latency, clock, decide
         self.num_out = 0
         self.lag = 0.0
-        self.arrivals: Arrivals | None = None
+        self.arrivals: ChunkArrivals | None = None
         self._vocab_size = vocab_size
         self._meter = WorkMeter(window)
 
@@ -180,24 +180,24 @@ class Changed:
         self.wake()
 
 
-EngineOf = Callable[[StepClock, Arrivals, Tiers | None], Engine]
+EngineOf = Callable[[StepClock, ChunkArrivals, Tiers | None], Engine]
 """Makes an engine on a clock, with stores."""
 
-StoresOf = Callable[[Events, Arrivals], Sequence[Tier]]
+StoresOf = Callable[[Events, ChunkArrivals], Sequence[Tier]]
 """Makes the stores of an engine, nearest first."""
 
 
-def no_stores(events: Events, arrivals: Arrivals) -> Sequence[Tier]:
+def no_stores(events: Events, arrivals: ChunkArrivals) -> Sequence[Tier]:
     """Nothing beside the arena."""
     return ()
 
 
-def with_stores(engine_of: EngineOf, clock: StepClock, arrivals: Arrivals, tiers: Sequence[Tier]) -> Engine:
+def with_stores(engine_of: EngineOf, clock: StepClock, arrivals: ChunkArrivals, tiers: Sequence[Tier]) -> Engine:
     """An engine over these stores."""
     engine = engine_of(clock, arrivals, Tiers(tiers) if tiers else None)
     fetching = engine.scheduler.manager.fetching
     for tier in tiers:
-        if isinstance(tier, Disk):
+        if isinstance(tier, SimulatedDisk):
             tier.table = fetching.table
     if tiers:  # as `load_engine` does
         if (speed := Tiers(tiers).measure()) is not None:
@@ -209,7 +209,7 @@ def with_stores(engine_of: EngineOf, clock: StepClock, arrivals: Arrivals, tiers
     return engine
 
 
-def make_engine(plan: Plan, clock: StepClock, arrivals: Arrivals, tiers: Tiers | None = None) -> Engine:
+def make_engine(plan: Plan, clock: StepClock, arrivals: ChunkArrivals, tiers: Tiers | None = None) -> Engine:
     """An engine without a model."""
     config, shape, formats = plan.config, plan.shape, plan.formats
     ledger = PageLedger(plan.sizes.cache_bytes, plan.sizes.arena.slab_bytes)

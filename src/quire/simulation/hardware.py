@@ -45,7 +45,7 @@ from quire.options import format_bytes
 from quire.planning.placement_file import Gpus
 from quire.simulation.candidate import Candidate, InstanceGroup, counts_of
 from quire.simulation.engine import Plan, check_simulated
-from quire.simulation.setup import HOP_SECONDS, Replicas, Setup, Ways, setup_of, tiers_of
+from quire.simulation.setup import HOP_SECONDS, Bandwidths, Replicas, Setup, setup_of, tiers_of
 from quire.timing.analytic import MODELS, AnalyticModel, ModelNumbers
 from quire.timing.devices import Device, device_named
 from quire.timing.latency import Link
@@ -170,7 +170,7 @@ class Target:
             link = Link(HOP_SECONDS, float(candidate.between))
         elif self.slow_link is not None and not in_pairs:
             link = self.slow_link
-        ways = _coarser(Ways(bulk=link, pinned=Link(HOP_SECONDS, self.device.pcie)), grain)
+        ways = _coarser(Bandwidths(bulk=link, pinned=Link(HOP_SECONDS, self.device.pcie)), grain)
         replicas = []
         for each, latency, memory in zip(groups, latencies, memories, strict=True):
             plan = self._plan(latency, each.config, memory, grain)
@@ -249,7 +249,7 @@ def _memory(latency: AnalyticModel, config: EngineConfig) -> int:
     return room
 
 
-def _coarser(ways: Ways, grain: int) -> Ways:
+def _coarser(ways: Bandwidths, grain: int) -> Bandwidths:
     """The same ways for bytes that stand for more."""
 
     def coarser(link: Link) -> Link:

@@ -19,7 +19,7 @@ from quire.cluster.outgoing_pages import OutgoingPages
 from quire.cluster.peer_store import PeerStore, Pull
 from quire.engine.capacity import MeasuredCapacity
 from quire.engine.outputs import RequestOutput
-from quire.simulation.arrivals import Arrivals
+from quire.simulation.arrivals import ChunkArrivals
 from quire.simulation.engine import EngineLoop, EngineOf, StoresOf, no_stores, with_stores
 from quire.simulation.events import Events, StepClock
 from quire.stores.signer import SECRET_BYTES, ExtentSigner
@@ -40,7 +40,7 @@ class Hearer(Protocol):
 
 
 @dataclass(eq=False)
-class Network:
+class SimulatedNetwork:
     """Messages between processes, and caches that travel. An instance sends one cache at a time, and receives one.
 
     Caches travel in the order in which they are sent: one that waits for its receiver holds up those after it. What
@@ -101,7 +101,7 @@ class Parted(PeerStore):
 class _Links:
     """What an agent asks of its connections."""
 
-    def __init__(self, network: Network, name: str) -> None:
+    def __init__(self, network: SimulatedNetwork, name: str) -> None:
         self._network, self._name = network, name
 
     def send(self, to: str, message: Any, bulk: OutgoingPages | None = None) -> bool:
@@ -126,7 +126,7 @@ class SimulatedInstance:
 
     def __init__(
         self,
-        network: Network,
+        network: SimulatedNetwork,
         name: str,
         role: str,
         engine_of: EngineOf,
@@ -137,7 +137,7 @@ class SimulatedInstance:
     ) -> None:
         self.name, self.role = name, role
         self._events = events = network.events
-        self.arrivals = Arrivals(events)
+        self.arrivals = ChunkArrivals(events)
         self.peer_store = Parted(SEAL)
         clock = StepClock(events)
         stores = [*stores_of(events, self.arrivals), self.peer_store]

@@ -30,7 +30,7 @@ from quire.planning.queueing import waits
 from quire.simulation.outcome import Outcome
 from quire.simulation.pool import Progress
 from quire.simulation.run import may_skip, run_of, skipping
-from quire.simulation.setup import Replicas, Setup, Ways
+from quire.simulation.setup import Bandwidths, Replicas, Setup
 from quire.timing.latency import Origin, StepTime, StepWork
 from quire.workload.workload import Arrivals, Floats, Ints, Span, Workload
 
@@ -150,19 +150,21 @@ class Parts:
 
 
 def begun(
-    replicas: Replicas, ways: Ways, workload: Workload, tpot: float, seed: int, progress: Progress = _untold
+    replicas: Replicas, ways: Bandwidths, workload: Workload, tpot: float, seed: int, progress: Progress = _untold
 ) -> Outcome:
     """The first tokens of an instance that computes prompts. tpot: see Parts."""
     return _skipping_or_alone(replicas, ways, prompts_of(workload, tpot), seed, progress)
 
 
-def decoded(replicas: Replicas, ways: Ways, workload: Workload, seed: int, progress: Progress = _untold) -> Outcome:
+def decoded(
+    replicas: Replicas, ways: Bandwidths, workload: Workload, seed: int, progress: Progress = _untold
+) -> Outcome:
     """The answers of an instance that decodes. Of a request, the first token comes when its transfer is asked for."""
     computing_nothing = computed(replicas)
     if may_skip(computing_nothing):
         found = skipping(computing_nothing, workload, 0.0, progress)
     else:
-        found = _alone(computing_nothing, Ways(server=0.0, hop=0.0), workload, seed, progress)
+        found = _alone(computing_nothing, Bandwidths(server=0.0, hop=0.0), workload, seed, progress)
     # A prompt joins in a step of its own. So does a cache: the receiver makes room for it between two steps, and
     # decodes it between two later ones.
     num_sent = np.where(found.num_out > 1, found.num_in - found.num_cached, 0)
@@ -181,7 +183,13 @@ def decoded(replicas: Replicas, ways: Ways, workload: Workload, seed: int, progr
 
 
 def _tandem(
-    computing: Replicas, decoding: Replicas, ways: Ways, workload: Workload, tpot: float, seed: int, progress: Progress
+    computing: Replicas,
+    decoding: Replicas,
+    ways: Bandwidths,
+    workload: Workload,
+    tpot: float,
+    seed: int,
+    progress: Progress,
 ) -> Outcome:
     """An instance that computes prompts and one that decodes them."""
     prompts = begun(computing, ways, workload, tpot, seed)
@@ -203,17 +211,17 @@ def _tandem(
     ).counting(workload.counted)
 
 
-def _bulk_seconds(replicas: Replicas, ways: Ways, num_tokens: Ints) -> Floats:
+def _bulk_seconds(replicas: Replicas, ways: Bandwidths, num_tokens: Ints) -> Floats:
     """Seconds that caches of so many tokens keep the link of their receiver: f64 [n]."""
     return np.asarray(num_tokens * seconds_per_token(replicas, ways), np.float64)
 
 
-def _transfer_seconds(ways: Ways, bulk: Floats) -> Floats:
+def _transfer_seconds(ways: Bandwidths, bulk: Floats) -> Floats:
     """Until caches are there, without others before them: f64 [n]. bulk: see _bulk_seconds."""
     return 2 * ways.hop + ways.bulk.latency + bulk
 
 
-def seconds_per_token(replicas: Replicas, ways: Ways) -> float:
+def seconds_per_token(replicas: Replicas, ways: Bandwidths) -> float:
     """Seconds that a token of a prompt keeps the link of an instance that sends its cache, or gets it."""
     budget = replicas.config.retain.budget
     kept = 1.0 if budget == "off" else budget
@@ -230,14 +238,16 @@ def computed(replicas: Replicas) -> Replicas:
     )
 
 
-def _skipping_or_alone(replicas: Replicas, ways: Ways, workload: Workload, seed: int, progress: Progress) -> Outcome:
+def _skipping_or_alone(
+    replicas: Replicas, ways: Bandwidths, workload: Workload, seed: int, progress: Progress
+) -> Outcome:
     """What comes of a workload on an instance; steps are skipped where they can be."""
     if may_skip(replicas):
         return skipping(replicas, workload, ways.server + ways.hop, progress)
     return _alone(replicas, ways, workload, seed, progress)
 
 
-def _alone(replicas: Replicas, ways: Ways, workload: Workload, seed: int, progress: Progress) -> Outcome:
+def _alone(replicas: Replicas, ways: Bandwidths, workload: Workload, seed: int, progress: Progress) -> Outcome:
     """What comes of a workload on an engine that stands for an instance: its messages pass the router."""
     to_instance = dataclasses.replace(ways, server=ways.server + ways.hop)
     return run_of(Setup((replicas,), to_instance, is_cluster=False), workload, seed, progress)

@@ -70,7 +70,7 @@ def skipping(
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulationRun:
     """A load of a setup: see Simulation. rate: requests/s; None: the workload's own."""
 
     setup: Setup

@@ -11,7 +11,7 @@ from quire.simulation.attains import Attains, ceiling_of, find_goodput
 from quire.simulation.load import Load
 from quire.simulation.outcome import Outcome
 from quire.simulation.pool import Pool, Progress
-from quire.simulation.run import Run, quickly
+from quire.simulation.run import SimulationRun, quickly
 from quire.simulation.setup import Setup
 from quire.workload.slo import Slo
 
@@ -45,7 +45,7 @@ class Scenario:
     ) -> dict[float, Outcome]:
         """The outcomes by rate. None among the rates: the workload's own."""
         rates = list(dict.fromkeys(rates))
-        found = pool.run([Run(self.setup, self.load, rate, seed) for rate in rates], progress)
+        found = pool.run([SimulationRun(self.setup, self.load, rate, seed) for rate in rates], progress)
         own = self.load.workload.rate
         return {own if rate is None else rate: each for rate, each in zip(rates, found, strict=True)}
 
@@ -61,11 +61,11 @@ class Scenario:
             progress(done, max(done, USUAL_RUNS))
 
         attains = Attains(
-            lambda rate, seed: Run(self.setup, self.load, rate, seed, quickly), self.slo, (), pool, on_run
+            lambda rate, seed: SimulationRun(self.setup, self.load, rate, seed, quickly), self.slo, (), pool, on_run
         )
         found = find_goodput(attains, ceiling_of(self.setup, self.load.workload), seed)
         rate = found.rate or min(point.rate for point in found.points)
-        return found, rate, Run(self.setup, self.load, rate, seed + 1).outcome()
+        return found, rate, SimulationRun(self.setup, self.load, rate, seed + 1).outcome()
 
     def warnings(self) -> list[str]:
         """Doubts that neither latencies nor engines report themselves."""

@@ -20,7 +20,7 @@ import numpy as np
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
-from quire.planning.bounds import Asked, joint_bound
+from quire.planning.bounds import RequestStats, joint_bound
 from quire.planning.cluster_file import ClusterSpec
 from quire.planning.divisions import Division, Needs, Option, Pair, Role
 from quire.planning.goodput import ROUNDING, Goodput
@@ -34,7 +34,7 @@ from quire.simulation.outcome import Outcome
 from quire.simulation.parts import Parts, seconds_per_token
 from quire.simulation.pool import InProcess, Pool
 from quire.simulation.queue_check import QueueCheck, queue_check
-from quire.simulation.run import Run, quickly
+from quire.simulation.run import SimulationRun, quickly
 from quire.simulation.setup import PROCESS_BYTES, LocalModel, Setup
 from quire.timing.latency import Origin
 from quire.workload.slo import ANYTHING, Slo
@@ -194,7 +194,7 @@ class OptionTrials:
         self._rough: dict[Option, Goodput] = {}
 
     @cached_property
-    def asked(self) -> Asked:
+    def asked(self) -> RequestStats:
         """What the requests ask for at least."""
         return asked_of(self.load.workload, self.model.config.retain, self.model.window)
 
@@ -249,11 +249,11 @@ class OptionTrials:
         )
         return dataclasses.replace(placement, warnings=(*placement.warnings, told))
 
-    def joint(self, placement: Placement, rate: float, seed: int) -> Run:
+    def joint(self, placement: Placement, rate: float, seed: int) -> SimulationRun:
         """All instances of a placement at once, with the router. Each gets about as many requests as by itself."""
-        return Run(self.model.setup(placement), self._whole(placement), rate, seed, quickly)
+        return SimulationRun(self.model.setup(placement), self._whole(placement), rate, seed, quickly)
 
-    def replayed(self, placement: Placement, rate: float, seed: int) -> list[Run]:
+    def replayed(self, placement: Placement, rate: float, seed: int) -> list[SimulationRun]:
         """The same with the requests and the gaps that were recorded, scaled to the rate, and with as many that are
         drawn. None where that tells nothing: for requests that all arrive at once, and for conversations, of which
         none is under way when a recording begins.
@@ -264,7 +264,9 @@ class OptionTrials:
             return []
         drawn = dataclasses.replace(load, count=len(recorded.arrivals))
         setup = self.model.setup(placement)
-        return [Run(setup, each, rate, seed, quickly) for each in (dataclasses.replace(drawn, fitted=None), drawn)]
+        return [
+            SimulationRun(setup, each, rate, seed, quickly) for each in (dataclasses.replace(drawn, fitted=None), drawn)
+        ]
 
     def queue_check(self, placement: Placement, seed: int) -> QueueCheck | None:
         """Of an instance for prompts, at half of its part of the predicted rate; None if none has only prompts."""
@@ -299,10 +301,10 @@ class OptionTrials:
     def _attains_roughly(self, option: Option) -> Attains:
         return Attains(self._simulation(option, self.load), self._slo(option), pool=self.pool)
 
-    def _simulation(self, option: Option, load: Load) -> Callable[[float, int], Run]:
+    def _simulation(self, option: Option, load: Load) -> Callable[[float, int], SimulationRun]:
         """Makes the simulation of a rate and a seed."""
         setup, driver = self.model.setup_of(option), Parts(self._tpot)
-        return lambda rate, seed: Run(setup, load, rate, seed, driver)
+        return lambda rate, seed: SimulationRun(setup, load, rate, seed, driver)
 
     def _slo(self, option: Option) -> Slo:
         """The targets that count for an option."""

@@ -32,7 +32,7 @@ from quire.models.fingerprint import fingerprint
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
 from quire.planning.placement_file import Instances, Placement
-from quire.simulation.arrivals import Arrivals, Disk
+from quire.simulation.arrivals import ChunkArrivals, SimulatedDisk
 from quire.simulation.candidate import Candidate, InstanceGroup, counts_of
 from quire.simulation.cluster import Alone, Front, Place, SimulatedCluster
 from quire.simulation.engine import Plan, check_simulated, make_engine
@@ -71,7 +71,7 @@ fingerprint."""
 
 
 @dataclass(frozen=True)
-class Ways:
+class Bandwidths:
     """How long messages and caches take.
 
     server        seconds from a client to the engine or the router, and of an answer's way back
@@ -89,7 +89,7 @@ class Ways:
     measured: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, links: Mapping[str, Link], transport: str = "shm") -> Ways:
+    def of(cls, links: Mapping[str, Link], transport: str = "shm") -> Bandwidths:
         """The ways that were measured, and defaults for the others.
 
         links      of latency models, by name
@@ -98,7 +98,7 @@ class Ways:
         known = {**LINKS, **links}
         return cls(bulk=known[transport], disk=known["disk"], pinned=known["pinned"], measured=frozenset(links))
 
-    def across(self, between: int | None) -> Ways:
+    def across(self, between: int | None) -> Bandwidths:
         """The same for caches that cross a network. between: its bytes/s; None: they cross none."""
         if between is None:
             return self
@@ -145,16 +145,16 @@ class Replicas:
         """What each measures when it starts."""
         return self.plan.capacity
 
-    def engine(self, clock: StepClock, arrivals: Arrivals, tiers: Tiers | None = None) -> Engine:
+    def engine(self, clock: StepClock, arrivals: ChunkArrivals, tiers: Tiers | None = None) -> Engine:
         """See EngineOf."""
         engine = make_engine(self.plan, clock, arrivals, tiers)
         if self.role == "prefill":
             engine.scheduler.policy.prompt_rows = self.capacity.prompt_rows
         return engine
 
-    def stores(self, events: Events, arrivals: Arrivals) -> Sequence[Tier]:
+    def stores(self, events: Events, arrivals: ChunkArrivals) -> Sequence[Tier]:
         """See StoresOf."""
-        return [Disk(each.name, each.cap, each.link, events, arrivals, each.lifetime) for each in self.tiers]
+        return [SimulatedDisk(each.name, each.cap, each.link, events, arrivals, each.lifetime) for each in self.tiers]
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Setup:
     """
 
     replicas: tuple[Replicas, ...]
-    ways: Ways = field(default_factory=Ways)
+    ways: Bandwidths = field(default_factory=Bandwidths)
     is_cluster: bool = True
     in_pairs: bool = False
     routing: str = "expected"
@@ -331,7 +331,7 @@ class LocalModel:
         return setup_of(replicas, ways, candidate)
 
 
-def setup_of(replicas: Sequence[Replicas], ways: Ways, candidate: Candidate) -> Setup:
+def setup_of(replicas: Sequence[Replicas], ways: Bandwidths, candidate: Candidate) -> Setup:
     """The instances of a candidate behind a router, as `Supervisor` has it, or the only one by itself."""
     settings, config = candidate.cluster, replicas[0].config
     if settings is None:
@@ -348,16 +348,16 @@ def setup_of(replicas: Sequence[Replicas], ways: Ways, candidate: Candidate) -> 
     )
 
 
-def ways_of(latencies: Sequence[StepTime], transport: str = "shm") -> Ways:
+def ways_of(latencies: Sequence[StepTime], transport: str = "shm") -> Bandwidths:
     """The ways that came with latency models: of two that were measured the one of the first model."""
     links: dict[str, Link] = {}
     for latency in latencies:
         if isinstance(latency, LatencyModel):  # others have no links of their own
             links = {**latency.links, **links}
-    return Ways.of(links, transport)
+    return Bandwidths.of(links, transport)
 
 
-def tiers_of(config: EngineConfig, ways: Ways) -> tuple[TierSize, ...]:
+def tiers_of(config: EngineConfig, ways: Bandwidths) -> tuple[TierSize, ...]:
     """The tiers beside a cache, nearest first."""
     tiers, lifetime = config.tiers, config.cache.lifetime
     found = [] if tiers.memory is None else [TierSize("memory", tiers.memory, ways.pinned, lifetime)]
