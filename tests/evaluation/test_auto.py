@@ -20,11 +20,10 @@ from quire.evaluation.auto import within
 from quire.evaluation.curves import Quality, Text
 from quire.evaluation.latency_bench import settings_of as speed_settings
 from quire.evaluation.speeds import Speeds
-from quire.evaluation.trying import Slices, fresh_seeds
 from quire.planning.auto import Rung, Trial
 from quire.planning.curves import LossCurve
 from quire.planning.space import SearchLimits, Settings, Space
-from quire.simulation.load import Load
+from quire.simulation.load import Load, Slices, fresh_seeds
 from quire.simulation.setup import LINKS, LocalModel
 from quire.timing.latency import Origin, StepWork
 from quire.workload.fitted import fit
@@ -127,12 +126,12 @@ def test_fresh_seeds_draw_requests_that_no_other_seed_draws() -> None:
 
     for num_requests, seed, count in ((15, 0, 2), (12, 5, 2), (8, 1, 1), (7, 0, 0), (3, 0, 0)):
         load = parts(num_requests)
-        fresh = fresh_seeds(load, seed)
+        fresh = fresh_seeds(load, seed, 2)
         ids = [{each.prompt[0].id for each in load.drawn(3.0, each).arrivals} for each in (seed, *fresh)]
         assert len(fresh) == count and len(set.union(*ids)) == sum(map(len, ids)), (num_requests, ids)
-    assert fresh_seeds(parts(15, after=3), 0) == (), "a conversation has no parts"
+    assert fresh_seeds(parts(15, after=3), 0, 2) == (), "a conversation has no parts"
     whole = parts(20).workload
-    assert fresh_seeds(Load(whole, 4), 0) == () and fresh_seeds(Load(whole, 4, fit(whole)), 3) == (4, 5)
+    assert fresh_seeds(Load(whole, 4), 0, 2) == () and fresh_seeds(Load(whole, 4, fit(whole)), 3, 2) == (4, 5)
 
 
 def test_a_goodput_that_no_other_requests_confirm_says_so(words: list[str], known: Path) -> None:

@@ -20,6 +20,7 @@ from quire.simulation.parts import Parts, begun, decoded
 from quire.simulation.run import SimulationRun, quickly
 from quire.simulation.search import OptionTrials
 from quire.simulation.setup import Setup
+from quire.timing.latency import StepWork
 from quire.workload.slo import Slo
 from quire.workload.workload import Arrival, Span, Workload
 from tests.cli.test_plan_placement import _quick as _quick
@@ -184,6 +185,23 @@ def test_every_instance_of_a_placement_gets_as_many_requests_as_alone() -> None:
     made = planner(Slo(0.5, 0.05), 12)
     placement = Placement((Instances("mixed", 7),), Predicted(7.0, 7.0, "GPU", 1.0, 0.9))
     assert made.joint(placement, 7.0, 0).count == 7 * 12
+
+
+def test_a_pair_is_searched_with_the_links_that_its_stages_have_in_the_whole() -> None:
+    """Two stages of a pair take two machines with two GPUs each, where one stage of an instance would take one."""
+    made = planner(Slo(), between=200_000_000)
+    pair = Pair(Division(Role.PREFILL, 1, 2), Division(Role.DECODE, 1, 2))
+    whole = made.model.setup(
+        Placement(
+            (Instances("prefill", 1, 1, 2), Instances("decode", 1, 1, 2)), Predicted(1.0, 4.0, "GPU", 0.25, 0.9),
+            made={"algorithm": "pairs"},
+        )
+    )  # fmt: skip
+    searched, work = made.model.setup_of(pair), StepWork(prompt_rows=256)
+    for one, other in zip(searched.replicas, whole.replicas, strict=True):
+        assert one.plan.latency == other.plan.latency
+        alone = made.model.setup_of(Division(Role(one.role), 1, 2)).replicas[0].plan.latency
+        assert one.plan.latency.seconds(work) > 1.2 * alone.seconds(work), "its stages share a machine"
 
 
 def test_tiers_of_instances_that_decode_are_a_doubt(tmp_path: Path) -> None:

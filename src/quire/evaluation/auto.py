@@ -19,16 +19,15 @@ from pathlib import Path
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
 from quire.evaluation.curves import WINDOWS, Quality, Text
-from quire.evaluation.trying import Slices, Trying, fresh_seeds
 from quire.planning.auto import RUNGS, NoPlanError, Rung, Search, Trial, is_open
 from quire.planning.bounds import Bound, joint_bound
 from quire.planning.curves import BEYOND, NOTHING, Loss
 from quire.planning.goodput import Goodput, Verdict
 from quire.planning.points import PlanResult, RejectedSettings, Room, SettingsPoint, Why
 from quire.planning.space import Settings, Space
-from quire.simulation.attains import asked_of
+from quire.simulation.attains import GoodputSearch, asked_of, noted
 from quire.simulation.candidate import Candidate, Maker, counts_of
-from quire.simulation.load import Load
+from quire.simulation.load import Load, Slices, fresh_seeds
 from quire.simulation.pool import InProcess, Pool, pool_of
 from quire.timing.composed import profile_of
 from quire.timing.latency import Origin, StepTime
@@ -45,6 +44,9 @@ points are measured more closely.
 
 ACCEPTED_GAPS = 0.15
 """Kolmogorov-Smirnov distance of the gaps up to which requests are drawn with gaps of a gamma distribution."""
+
+CONFIRMATIONS = 2
+"""Fresh seeds that confirm the goodput of a finalist."""
 
 SLOW = 5
 """Times as long that a simulation takes which cannot skip steps."""
@@ -252,7 +254,7 @@ class Planner(ABC):
                 " trace itself are simulated, with its own gaps at other rates"
             )
             load = Slices(load.workload, load.count)
-            if not fresh_seeds(load, self.goal.seed):
+            if not fresh_seeds(load, self.goal.seed, CONFIRMATIONS):
                 told.append(
                     f"the goodput is not confirmed with other requests: the trace has no second {load.count} without"
                     " conversations"
@@ -351,17 +353,22 @@ class Planner(ABC):
 
     def evaluate(self, trials: Sequence[Trial], rung: Rung, end: float) -> list[Goodput | None]:
         """See Search."""
-        load, slo = replace(self.goal.load, count=rung.requests), self.goal.slo
-        found: dict[int, Goodput | None] = {}
-        jobs: dict[int, Trying] = {}
-        for index, (point, guess, floor) in enumerate(trials):
-            if point.bound <= 0:
-                found[index] = Goodput(0.0, 0.0, Verdict.INFEASIBLE, confirmed=False, target=slo.attainment)
-            else:
-                limits = floor, self._ceilings[point.key]
-                jobs[index] = Trying(*self.candidate(point), load, slo, limits, guess, rung, self.goal.seed, end)
-        found |= dict(zip(jobs, self._pool.run(list(jobs.values())), strict=True))
-        return [found[index] for index in range(len(trials))]
+        goal, load = self.goal, replace(self.goal.load, count=rung.requests)
+        fresh = fresh_seeds(load, goal.seed, CONFIRMATIONS) if rung.confirms else ()
+        infeasible = Goodput(0.0, 0.0, Verdict.INFEASIBLE, confirmed=False, target=goal.slo.attainment)
+        jobs = {
+            index: GoodputSearch(
+                *self.candidate(point), load, goal.slo, (floor, self._ceilings[point.key]), guess, rung.tolerance,
+                goal.seed, fresh, end,
+            )
+            for index, (point, guess, floor) in enumerate(trials)
+            if point.bound > 0
+        }  # fmt: skip
+        results = dict(zip(jobs, self._pool.run(list(jobs.values())), strict=True))
+        found = [results.get(index, infeasible) for index in range(len(trials))]
+        if not rung.confirms:
+            return found
+        return [noted(each, load, goal.slo) if each is not None and each.rate else each for each in found]
 
     def made(self, settings: Settings, share: float) -> SettingsPoint | None:
         """See Search."""

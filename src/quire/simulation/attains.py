@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -12,8 +13,10 @@ from quire.config import RetainConfig
 from quire.options import format_number
 from quire.planning.bounds import Bound, RequestStats, joint_bound
 from quire.planning.goodput import Goodput, goodput
+from quire.simulation.candidate import Candidate, Maker
 from quire.simulation.load import SHORT, Load
 from quire.simulation.outcome import Outcome
+from quire.simulation.parts import Parts
 from quire.simulation.pool import InProcess, Pool
 from quire.simulation.run import SimulationRun
 from quire.simulation.setup import Replicas, Setup
@@ -25,6 +28,9 @@ CONFIRMATIONS = 4
 
 CLEARLY = 0.8
 """Few requests whose share is below this part of the target are taken to miss it with more of them, too."""
+
+MOST_TPOT = 1.0
+"""Seconds per token that answers are taken to need at most, before what follows them in a conversation."""
 
 LOWEST = 1000
 """The lowest rate of a search for the goodput is this part of the highest one."""
@@ -135,3 +141,70 @@ def noted(found: Goodput, load: Load, slo: Slo) -> Goodput:
             f" {rate:.4g} requests/s arrive; more --requests reach it"
         )
     return replace(found, notes=tuple(told))
+
+
+class _OverError(Exception):
+    """The time is over."""
+
+
+@dataclass(frozen=True)
+class GoodputSearch:
+    """The search for a candidate's goodput, in any process: see Simulation.
+
+    Instances for prompts and for decoding are simulated as a tandem, and to confirm the result as a cluster.
+
+    limits     requests/s: a floor, at or below which a result is useless, and an upper bound of the goodput
+    tolerance  relative error of the goodput
+    fresh      seeds that confirm it; empty: it is not confirmed
+    end        time of `time.monotonic` at which the search gives up
+    """
+
+    maker: Maker
+    candidate: Candidate
+    load: Load
+    slo: Slo
+    limits: tuple[float, float]
+    guess: float
+    tolerance: float
+    seed: int = 0
+    fresh: tuple[int, ...] = ()
+    end: float = math.inf
+
+    @property
+    def count(self) -> int:
+        """See Simulation."""
+        return self.load.count
+
+    def outcome(self, progress: object = None) -> Goodput | None:
+        """Searches. None: there was no time."""
+        if time.monotonic() >= self.end:
+            return None
+        try:
+            return self._search(self.maker.setup(self.candidate))
+        except _OverError:
+            return None
+
+    def _search(self, setup: Setup) -> Goodput:
+        floor, ceiling = self.limits
+        roles = [(each.role, each.count) for each in setup.replicas]
+        is_pair = roles == [("prefill", 1), ("decode", 1)]
+
+        def run(rate: float, seed: int) -> SimulationRun:
+            if time.monotonic() >= self.end:
+                raise _OverError
+            if not setup.is_cluster or (is_pair and seed == self.seed):
+                return SimulationRun(setup, self.load, rate, seed, Parts(min(self.slo.tpot, MOST_TPOT)))
+            return SimulationRun(setup, self.load, rate, seed)
+
+        attains = Attains(run, self.slo, ((self.seed,), self.fresh))
+        return goodput(
+            attains,
+            self.slo.attainment,
+            low=min(max(floor, ceiling / LOWEST), ceiling),
+            high=ceiling,
+            guess=self.guess,
+            tolerance=self.tolerance,
+            seeds=(self.seed,),
+            confirm_seeds=self.fresh,
+            probes=(),
+        )

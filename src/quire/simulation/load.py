@@ -80,3 +80,34 @@ class Load:
         wait = max((each for each in (slo.ttft, answer) if math.isfinite(each)), default=0.0)
         count = math.ceil(rate * wait / (slo.attainment * SHORT)) if math.isfinite(rate) else 0
         return replace(self, count=min(max(self.count, count), LONGEST * self.count))
+
+
+@dataclass(frozen=True, eq=False)
+class Slices(Load):
+    """Disjoint slices of a workload, chosen by seed. Gaps are those of the slice, scaled."""
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of `count` requests. Conversations are one slice, because their requests follow each other."""
+        columns = self.workload.columns
+        return 1 if (columns.after >= 0).any() else max(1, len(self.workload.arrivals) // self.count)
+
+    def drawn(self, rate: float | None, seed: int) -> Workload:
+        """See Load. Seeds that differ by a multiple of `num_slices` draw the same requests."""
+        first = seed % self.num_slices * self.count
+        if not first:
+            return super().drawn(rate, seed)
+        columns = self.workload.columns
+        begun = float(columns.at[first])
+        part = [replace(each, at=each.at - begun) for each in columns[first : first + self.count]]
+        found = Workload(self.workload.name, part)
+        return found if rate is None else found.at_rate(rate)
+
+
+def fresh_seeds(load: Load, seed: int, most: int) -> tuple[int, ...]:
+    """Seeds that draw other requests than a seed does, each of them others: `most`, or fewer if there are not enough
+    requests.
+    """
+    parts = load.num_slices if isinstance(load, Slices) else 1
+    count = most if load.fitted is not None else min(most, parts - 1)
+    return tuple(range(seed + 1, seed + 1 + count))
