@@ -20,7 +20,8 @@ from quire.evaluation import placements
 from quire.planning.cluster_file import ClusterSpec, Network, Nodes
 from quire.planning.divisions import Option
 from quire.planning.goodput import Goodput
-from quire.planning.placement_file import Gpus, Hosts, Placement, Why, read_placement
+from quire.planning.placement_file import Gpus, Hosts, Placement, read_placement
+from quire.planning.search import Reason
 from quire.simulation import search
 from quire.simulation.hardware import Target
 from quire.simulation.load import Load
@@ -175,7 +176,7 @@ def test_cores_without_a_latency_model_are_rejected_with_the_reason(
     assert "mixed on 1 core" in capsys.readouterr().out
     found = read_placement(file)
     (rejected,) = found.made["rejected"]
-    assert (rejected["option"], rejected["why"]) == ("mixed on 1 core", Why.UNFIT)
+    assert (rejected["option"], rejected["why"]) == ("mixed on 1 core", Reason.UNFIT)
     assert "made with runtime.threads 2, not 1" in rejected["reason"]
     assert found.instances[0].options["runtime.threads"] == 2
 

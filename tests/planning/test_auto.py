@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from quire.planning.auto import BATCH, NoPlanError, Rung, Search, Trial, is_open
+from quire.planning.auto import BATCH, HalvingSearch, NoPlanError, Rung, Trial, is_open
 from quire.planning.curves import NOTHING, Loss
 from quire.planning.goodput import Goodput, Verdict
-from quire.planning.points import PlanResult, Room, SettingsPoint, Tried, Why, beats, covers
+from quire.planning.points import PlanResult, Room, SettingsPoint, Tried, beats, covers
+from quire.planning.search import Reason
 from quire.planning.space import RUNNING, SearchLimits, Settings, Space
 from quire.timing.latency import LatencyModel, Origin
 
@@ -95,7 +96,7 @@ class Flat(Fake):
 def searched(points: Sequence[SettingsPoint], rates: Mapping[Settings, float], **more: Any) -> PlanResult:
     fake = more.pop("fake", None) or Fake(rates)
     settings = {"quality": 0.01, "rungs": RUNGS, "clock": lambda: fake.now, **more}
-    return Search(SPACE, points, fake, **settings).run()
+    return HalvingSearch(SPACE, points, fake, **settings).run()
 
 
 def rates_of(points: Sequence[SettingsPoint], *rates: float) -> dict[Settings, float]:
@@ -161,7 +162,7 @@ def test_what_loses_much_more_than_the_budget_is_not_tried() -> None:
     fake = Fake(rates_of(points, 1.0, 9.0, 3.0))
     found = searched(points, {}, fake=fake)
     assert fake.tried(chosen("nuq2")) == 0 and fake.tried(chosen("nuq3")) > 0
-    assert [(each.settings, each.why) for each in found.left] == [(chosen("nuq2"), Why.LOSSY)]
+    assert [(each.option.settings, each.why) for each in found.rejected] == [(chosen("nuq2"), Reason.LOSSY)]
 
 
 def test_of_equal_goodputs_the_one_with_less_memory_is_chosen() -> None:
@@ -252,8 +253,8 @@ def test_a_bound_below_what_others_serve_excludes_without_a_trial() -> None:
     fake = Fake(rates_of(points, 2.0, 3.0, 3.0, 3.0, 1.4))
     found = searched(points, {}, fake=fake)
     assert fake.tried(chosen("g4")) == 0
-    (left,) = (each for each in found.left if each.settings == chosen("g4"))
-    assert left.why is Why.BOUND and "at most 1.5 requests/s" in left.reason
+    (left,) = (each for each in found.rejected if each.option.settings == chosen("g4"))
+    assert left.why is Reason.BOUND and "at most 1.5 requests/s" in left.reason
     assert len(fake.calls[0][1]) == BATCH
 
 
@@ -269,8 +270,8 @@ def test_what_serves_less_than_others_who_lose_no_more_costs_no_search() -> None
 
     found = searched(points, {}, fake=Noted(fake.rates))
     assert floors[chosen()] == 0.0 and floors[chosen("g4")] == pytest.approx(0.9 * 3.0)
-    (left,) = (each for each in found.left if each.settings == chosen("g4"))
-    assert left.why is Why.SLOWER and "2.7 requests/s" in left.reason
+    (left,) = (each for each in found.rejected if each.option.settings == chosen("g4"))
+    assert left.why is Reason.SLOWER and "2.7 requests/s" in left.reason
 
 
 def test_what_is_worse_in_all_that_is_known_is_covered() -> None:
@@ -289,7 +290,7 @@ def test_what_is_worse_in_all_that_is_known_is_covered() -> None:
     fake = Fake(rates_of([point(), better, worse], 1.0, 2.0, 2.0))
     found = searched([point(), better, worse], {}, fake=fake)
     assert fake.tried(worse.settings) == 0
-    assert [(each.settings, each.why) for each in found.left] == [(worse.settings, Why.COVERED)]
+    assert [(each.option.settings, each.why) for each in found.rejected] == [(worse.settings, Reason.COVERED)]
 
 
 def test_the_best_of_hundreds_survives_the_rungs_of_a_noisy_simulation() -> None:
@@ -336,7 +337,7 @@ def test_when_the_time_is_over_something_is_known_and_the_rest_is_named() -> Non
     fake = Fake(rates_of(points, 1.0, 2.0, 3.0, 4.0, 5.0))
     found = searched(points, {}, fake=fake, deadline=0.5)
     assert found.chosen.rate > 0 and found.chosen.requests == RUNGS[0].requests
-    assert {each.why for each in found.left} == {Why.UNTRIED}
+    assert {each.why for each in found.rejected} == {Reason.UNTRIED}
     assert any("raise --plan.seconds" in warning for warning in found.warnings)
 
 

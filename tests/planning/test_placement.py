@@ -18,13 +18,14 @@ from quire.planning.packing import fit, mix
 from quire.planning.placement import (
     Budget,
     PlacementError,
+    PlacementTask,
     Rough,
-    Search,
     place_apart,
     place_mixed,
     place_pairs,
 )
-from quire.planning.placement_file import Placement, Predicted, Why
+from quire.planning.placement_file import Placement, Predicted
+from quire.planning.search import Reason
 from tests.effort import tries
 
 GB, GIB = 10**9, 1 << 30
@@ -44,7 +45,7 @@ def cpus(nodes: int, cores: int, memory: int = 64 * GIB) -> ClusterSpec:
 
 def untried(placement: Placement) -> tuple[Option, ...]:
     """Options that were not tried because the time was over."""
-    return tuple(each.option for each in placement.rejected if each.why is Why.UNTRIED)
+    return tuple(each.option for each in placement.rejected if each.why is Reason.UNTRIED)
 
 
 def roughly(rate_of: Callable[[Option], float], error: float) -> Rough:
@@ -65,7 +66,7 @@ def counts(placement: Placement) -> list[tuple[str, int, int, int]]:
     return [(each.role, each.count, each.tp, each.pp) for each in placement.instances]
 
 
-def reasons(placement: Placement, why: Why) -> dict[str, str]:
+def reasons(placement: Placement, why: Reason) -> dict[str, str]:
     return {str(each.option): each.reason for each in placement.rejected if each.why is why}
 
 
@@ -75,23 +76,23 @@ TOY = {"mixed tp 1 pp 1": 2.0, "mixed tp 2 pp 1": 5.0, "mixed tp 1 pp 2": 4.4, "
 
 
 def test_the_toy_takes_three_replicas_of_tp_2() -> None:
-    placement = place_mixed(Search(gpus(2, 4), SMALL, rates(TOY), rate=12.0))
+    placement = place_mixed(PlacementTask(gpus(2, 4), SMALL, rates(TOY), rate=12.0))
     assert counts(placement) == [("mixed", 3, 2, 1)]
     assert placement.predicted == Predicted(15.0, 6.0, "GPU", 2.5, 0.95)
-    rejected = {str(each.option): each.rate_per_unit for each in placement.rejected if each.why is Why.SLOWER}
+    rejected = {str(each.option): each.rate_per_unit for each in placement.rejected if each.why is Reason.SLOWER}
     assert rejected == {"mixed tp 1 pp 1": 2.0, "mixed tp 1 pp 2": 2.2, "mixed tp 4 pp 1": 2.25}
-    assert reasons(placement, Why.SLOWER)["mixed tp 4 pp 1"] == (
+    assert reasons(placement, Reason.SLOWER)["mixed tp 4 pp 1"] == (
         "2.25 requests/s per GPU: 10.0% less than mixed tp 2 pp 1, which has 2.5"
     )
     others = divisions(gpus(2, 4), SMALL.num_layers, Role.MIXED)
     assert len(placement.rejected) == len(others) - 1
-    assert set(reasons(placement, Why.MISSES)) == {str(each) for each in others} - set(TOY)
+    assert set(reasons(placement, Reason.MISSES)) == {str(each) for each in others} - set(TOY)
 
 
 @pytest.mark.parametrize("rate", [2.0, 100.0])
 def test_goodput_counts_per_gpu_and_not_per_instance(rate: float) -> None:
     known = {"mixed tp 1 pp 1": 2.6, "mixed tp 2 pp 1": 5.0}
-    placement = place_mixed(Search(gpus(100, 2), SMALL, rates(known), rate=rate))
+    placement = place_mixed(PlacementTask(gpus(100, 2), SMALL, rates(known), rate=rate))
     assert counts(placement) == [("mixed", -(-rate // 2.6), 1, 1)] and placement.predicted.rate_per_unit == 2.6
 
 
@@ -103,7 +104,7 @@ MOTIVATION = {"prefill tp 1 pp 1": 5.6, "decode tp 1 pp 1": 10.0, "mixed tp 1 pp
 def test_two_gpus_for_prompts_and_one_that_decodes_serve_twice_what_three_mixed_ones_do(
     rate: float | None, machine: int
 ) -> None:
-    search = Search(gpus(1, machine), dataclasses.replace(SMALL, num_layers=1), rates(MOTIVATION), rate=rate)
+    search = PlacementTask(gpus(1, machine), dataclasses.replace(SMALL, num_layers=1), rates(MOTIVATION), rate=rate)
     apart = place_apart(search)
     assert counts(apart) == [("prefill", 2, 1, 1), ("decode", 1, 1, 1)]
     assert (apart.predicted.rate, apart.predicted.cost) == (10.0, 3.0)
@@ -115,7 +116,7 @@ def test_two_gpus_for_prompts_and_one_that_decodes_serve_twice_what_three_mixed_
 
 
 def test_a_whole_cluster_balances_replicas() -> None:
-    search = Search(gpus(1, 6), dataclasses.replace(SMALL, num_layers=1), rates(MOTIVATION))
+    search = PlacementTask(gpus(1, 6), dataclasses.replace(SMALL, num_layers=1), rates(MOTIVATION))
     placement = place_apart(search)
     assert counts(placement) == [("prefill", 4, 1, 1), ("decode", 2, 1, 1)] and placement.predicted.rate == 20.0
     assert mix(gpus(1, 6), *_ones(5.6, 10.0)) == (20.0, 4, 2)
@@ -136,9 +137,9 @@ def _ones(prefill: float, decode: float) -> tuple[Division, float, Division, flo
 def test_what_does_not_fit_is_not_tried() -> None:
     needs = Needs(num_layers=2, weight_bytes=132 * GB, request_bytes=4.5 * GIB)
     known = {"mixed tp 2 pp 1": 3.0, "mixed tp 1 pp 1": 50.0}
-    placement = place_mixed(Search(gpus(1, 2), needs, rates(known)))
+    placement = place_mixed(PlacementTask(gpus(1, 2), needs, rates(known)))
     assert counts(placement) == [("mixed", 1, 2, 1)]
-    assert list(reasons(placement, Why.UNFIT)) == ["mixed tp 1 pp 1"]
+    assert list(reasons(placement, Reason.UNFIT)) == ["mixed tp 1 pp 1"]
 
 
 # The exhaustive search. It shares no code with the algorithms.
@@ -173,7 +174,7 @@ class World:
     bounds: dict[tuple[Any, ...], float] = dataclasses.field(default_factory=dict)
     calls: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
 
-    def search(self, rate: float | None, *, pruned: bool, tests: bool = False) -> Search:
+    def search(self, rate: float | None, *, pruned: bool, tests: bool = False) -> PlacementTask:
         def name(option: Option) -> tuple[Any, ...]:
             if isinstance(option, Pair):
                 return "pair", option.prefill.tp, option.decode.tp, option.pp
@@ -186,7 +187,7 @@ class World:
         bound_of = (lambda option: self.bounds[name(option)]) if pruned else None
         serves = (lambda option, rate: self.rates[name(option)] >= rate) if tests else None
         rough = roughly(lambda option: self.rates[name(option)], 0.2) if tests else None
-        return Search(
+        return PlacementTask(
             gpus(self.nodes, self.each, self.memory), Needs(self.layers, self.weights, self.request), goodput_of,
             rate=rate, bound_of=bound_of, serves=serves, rough=rough,
         )  # fmt: skip
@@ -261,7 +262,7 @@ def best_of_all(world: World, roles: list[str]) -> tuple[float, int, Found]:
     return -best[0], best[1], best[3]
 
 
-ALGORITHMS: dict[str, tuple[Callable[[Search], Placement], list[str]]] = {
+ALGORITHMS: dict[str, tuple[Callable[[PlacementTask], Placement], list[str]]] = {
     "apart": (place_apart, ["prefill", "decode"]),
     "pairs": (place_pairs, ["pair"]),
     "mixed": (place_mixed, ["mixed"]),
@@ -276,7 +277,7 @@ def taken(placement: Placement, algorithm: str) -> Found:
     return [((each.role, each.tp, each.pp), each.count) for each in placement.instances]
 
 
-def attempt(algorithm: str, search: Search) -> tuple[Found, Placement | None]:
+def attempt(algorithm: str, search: PlacementTask) -> tuple[Found, Placement | None]:
     try:
         placement = ALGORITHMS[algorithm][0](search)
     except PlacementError:
@@ -331,7 +332,7 @@ def test_one_rate_rules_out_most_options_of_a_large_cluster(seed: int) -> None:
     def count(kind: str) -> int:
         return sum(each == kind for each, _ in names)
 
-    search = Search(gpus(4, 8), needs, goodput_of, bound_of=bounds.__getitem__, serves=serves)
+    search = PlacementTask(gpus(4, 8), needs, goodput_of, bound_of=bounds.__getitem__, serves=serves)
     placement = place_apart(search)
     num_searched, num_tested = count("search"), count("test")
     names.clear()
@@ -341,7 +342,7 @@ def test_one_rate_rules_out_most_options_of_a_large_cluster(seed: int) -> None:
     rough = roughly(lambda option: per_gpu[option] * option.num_slots, 0.03)
     assert counts(place_apart(dataclasses.replace(search, rough=rough))) == counts(placement)
     assert count("search") <= num_searched / 2, "what is likely is not tried first"
-    told = reasons(placement, Why.BOUND).values()
+    told = reasons(placement, Reason.BOUND).values()
     assert sum("it misses the latency targets at " in each for each in told) > num_tested / 2
 
 
@@ -357,8 +358,8 @@ def test_options_are_tried_by_decreasing_bound_and_every_other_one_has_a_reason(
                 roles = ALGORITHMS[algorithm][1]
                 names = [str(each.option) for each in placement.rejected]
                 assert len(set(names)) == len(names) == sum(name[0] in roles for name in case.rates) - len(roles)
-                assert sum(each.why is Why.BOUND for each in placement.rejected) + len(case.calls) == sum(
-                    each.why is not Why.UNFIT for each in placement.rejected
+                assert sum(each.why is Reason.BOUND for each in placement.rejected) + len(case.calls) == sum(
+                    each.why is not Reason.UNFIT for each in placement.rejected
                 ) + len(roles)
 
 
@@ -374,10 +375,10 @@ def test_a_bound_below_the_best_goodput_is_the_reason_to_skip() -> None:
         return rates(TOY)(option)
 
     placement = place_mixed(
-        Search(gpus(1, 4), SMALL, goodput_of, rate=12.0, bound_of=lambda option: bounds.get(str(option), 0.5))
+        PlacementTask(gpus(1, 4), SMALL, goodput_of, rate=12.0, bound_of=lambda option: bounds.get(str(option), 0.5))
     )
     assert tried == ["mixed tp 2 pp 1", "mixed tp 1 pp 1", "mixed tp 4 pp 1"], "2.5 may still be equalled"
-    skipped = reasons(placement, Why.BOUND)
+    skipped = reasons(placement, Reason.BOUND)
     assert skipped["mixed tp 1 pp 2"] == "at most 2.25 requests/s per GPU, but mixed tp 2 pp 1 has 2.5"
     assert "mixed tp 2 pp 2" in skipped and all(each.rate_per_unit is None for each in placement.rejected[-4:])
 
@@ -392,9 +393,11 @@ def test_a_whole_cluster_skips_what_cannot_serve_more_with_the_best_partner() ->
 
     needs = dataclasses.replace(SMALL, num_layers=1)
     bounds = {1: 6.0, 2: 4.0, 3: 4.0, 4: 4.0}
-    placement = place_apart(Search(gpus(1, 4), needs, goodput_of, bound_of=lambda option: bounds[option.num_slots]))
+    placement = place_apart(
+        PlacementTask(gpus(1, 4), needs, goodput_of, bound_of=lambda option: bounds[option.num_slots])
+    )
     assert tried == [Division(Role.PREFILL), Division(Role.DECODE)] and placement.predicted.rate == 10.0
-    assert reasons(placement, Why.BOUND)["prefill tp 2 pp 1"] == (
+    assert reasons(placement, Reason.BOUND)["prefill tp 2 pp 1"] == (
         "the cluster serves at most 8.889 requests/s with it, but 10 with 2 x prefill tp 1 pp 1, 2 x decode tp 1 pp 1"
     )
 
@@ -410,20 +413,20 @@ def test_a_bound_excludes_nothing_that_an_untried_partner_could_make_the_best() 
         return rates(known)(option)
 
     placement = place_apart(
-        Search(
+        PlacementTask(
             gpus(1, 4), dataclasses.replace(SMALL, num_layers=1), goodput_of,
             bound_of=lambda option: bounds.get(str(option), 0.5), budget=Budget(15, clock),
         )
     )  # fmt: skip
     assert placement.predicted.rate == 3.0
     assert [str(each) for each in untried(placement)] == ["prefill tp 2 pp 1", "decode tp 2 pp 1"]
-    assert set(reasons(placement, Why.BOUND)) == {
+    assert set(reasons(placement, Reason.BOUND)) == {
         f"{role} tp {tp} pp 1" for role in ("prefill", "decode") for tp in (3, 4)
     }
 
 
 def test_a_goodput_above_its_bound_is_reported() -> None:
-    placement = place_mixed(Search(gpus(1, 4), SMALL, rates(TOY), rate=1.0, bound_of=lambda option: 2.3))
+    placement = place_mixed(PlacementTask(gpus(1, 4), SMALL, rates(TOY), rate=1.0, bound_of=lambda option: 2.3))
     assert [each[:15] for each in placement.warnings] == ["mixed tp 2 pp 1"]
     assert "2.5 requests/s per GPU is above its upper bound of 2.3" in placement.warnings[0]
 
@@ -449,7 +452,7 @@ def test_a_budget_is_shared_by_the_roles_and_the_rest_is_said_to_be_untried(
 ) -> None:
     clock, done = Clock(), []
     placement = place_apart(
-        Search(
+        PlacementTask(
             gpus(1, 4), SMALL, clock.goodput_of, rate=rate, budget=Budget(seconds, clock),
             progress=lambda *at: done.append(at),
         )
@@ -461,7 +464,7 @@ def test_a_budget_is_shared_by_the_roles_and_the_rest_is_said_to_be_untried(
     assert untried(placement) == tuple(option for *_, option in done[num_tried:])
     said = [warning for warning in placement.warnings if "not tried" in warning]
     assert said == ([f"{16 - num_tried} of 16 options were not tried: the time was over"] if num_tried < 16 else [])
-    assert len(set(reasons(placement, Why.UNTRIED).values())) == (num_tried < 16)
+    assert len(set(reasons(placement, Reason.UNTRIED).values())) == (num_tried < 16)
 
 
 def test_rough_trials_are_told_too_and_count_as_half_of_the_work() -> None:
@@ -469,7 +472,7 @@ def test_rough_trials_are_told_too_and_count_as_half_of_the_work() -> None:
 
     shown, rough = list[tuple[int, int]](), roughly(lambda option: 2.0 * option.num_slots, 0.1)
     tell = partial(_tell, lambda *at: shown.append(at))
-    search = Search(gpus(1, 4), SMALL, Clock().goodput_of, rough=rough._replace(progress=partial(tell, 0)))
+    search = PlacementTask(gpus(1, 4), SMALL, Clock().goodput_of, rough=rough._replace(progress=partial(tell, 0)))
     place_apart(dataclasses.replace(search, progress=partial(tell, 1)))
     first = [at for at in shown if at[0] <= 16]
     assert first == [(number, 32) for number in range(1, len(first) + 1)] and first
@@ -477,14 +480,16 @@ def test_rough_trials_are_told_too_and_count_as_half_of_the_work() -> None:
 
 
 def test_doubts_about_the_chosen_goodput_become_warnings() -> None:
-    placement = place_mixed(Search(gpus(1, 1), SMALL, lambda option: Goodput(16.0, 0.95, Verdict.UNBOUNDED), rate=16.0))
+    placement = place_mixed(
+        PlacementTask(gpus(1, 1), SMALL, lambda option: Goodput(16.0, 0.95, Verdict.UNBOUNDED), rate=16.0)
+    )
     assert placement.warnings == (
         "mixed tp 1 pp 1: the goodput is at least 16 requests/s, the highest rate that was tried",
     )
 
 
 def test_a_rate_beyond_the_cluster_is_planned_and_said_not_to_fit() -> None:
-    placement = place_mixed(Search(gpus(1, 4), SMALL, rates(TOY), rate=12.0))
+    placement = place_mixed(PlacementTask(gpus(1, 4), SMALL, rates(TOY), rate=12.0))
     assert placement.predicted.cost == 6 and not placement.predicted.fits
     assert "takes 6 GPUs, for which the cluster's 1 x 4 GPUs have no room" in placement.warnings[0]
     # 6 of 8 GPUs, but two stages of 3 do not fit into machines of 4 beside each other.
@@ -500,16 +505,18 @@ def test_without_any_goodput_the_error_says_what_the_best_option_lacks() -> None
     with pytest.raises(
         PlacementError, match=r"the best is mixed tp 2 pp 1: .* 70\.0% of .* raise slo\.ttft or slo\.tp"
     ):
-        place_mixed(Search(gpus(1, 4), SMALL, misses, rate=1.0))
+        place_mixed(PlacementTask(gpus(1, 4), SMALL, misses, rate=1.0))
     with pytest.raises(PlacementError, match=r"5 options were not tried in time"):
-        place_pairs(Search(gpus(1, 4), dataclasses.replace(SMALL, num_layers=1), misses, budget=Budget(-1, lambda: 0)))
+        place_pairs(
+            PlacementTask(gpus(1, 4), dataclasses.replace(SMALL, num_layers=1), misses, budget=Budget(-1, lambda: 0))
+        )
     large = Needs(num_layers=96, weight_bytes=350 * GB, request_bytes=GB, num_heads=96)
     with pytest.raises(PlacementError, match=r"no option fits; mixed tp 4 pp 1: 81\.72GiB are needed .* cache\.codec"):
-        place_mixed(Search(gpus(1, 4), large, misses))
+        place_mixed(PlacementTask(gpus(1, 4), large, misses))
     with pytest.raises(PlacementError, match="no room for an instance of each role; plan for mixed"):
-        place_pairs(Search(gpus(1, 1), SMALL, misses))
+        place_pairs(PlacementTask(gpus(1, 1), SMALL, misses))
     with pytest.raises(PlacementError, match="no room for an instance of each role; plan for mixed"):
-        place_apart(Search(gpus(1, 1), SMALL, rates(MOTIVATION)))
+        place_apart(PlacementTask(gpus(1, 1), SMALL, rates(MOTIVATION)))
 
 
 def test_a_role_without_a_goodput_ends_the_search_of_the_other() -> None:
@@ -521,13 +528,13 @@ def test_a_role_without_a_goodput_ends_the_search_of_the_other() -> None:
 
     needs = dataclasses.replace(SMALL, num_layers=1)
     with pytest.raises(PlacementError, match="no option meets the latency targets; the best is decode"):
-        place_apart(Search(gpus(8, 1), needs, goodput_of, rate=1.0))
+        place_apart(PlacementTask(gpus(8, 1), needs, goodput_of, rate=1.0))
     assert len(tried) == 2
 
 
 def test_a_slow_network_is_a_reason_to_doubt_instances_on_different_machines() -> None:
     for cluster, is_doubted in [(gpus(1, 4), False), (gpus(2, 4), False), (gpus(2, 4, fast=False), True)]:
-        placement = place_apart(Search(cluster, SMALL, rates(MOTIVATION), rate=5.0))
+        placement = place_apart(PlacementTask(cluster, SMALL, rates(MOTIVATION), rate=5.0))
         assert (
             placement.made == {"algorithm": "apart"}
             and ["not fast (network.fast)" in each for each in placement.warnings] == [True] * is_doubted
@@ -538,8 +545,8 @@ def test_an_instance_without_gpus_takes_cores_and_their_memory() -> None:
     cluster = cpus(2, 4, 40 * GIB)
     needs = Needs(num_layers=30, weight_bytes=15 * GIB, request_bytes=GIB)
     known = {"prefill on 2 cores": 2.0, "decode on 2 cores": 1.9, "decode on 4 cores": 5.0}
-    placement = place_apart(Search(cluster, needs, rates(known)))
-    assert [(str(each.option), each.reason) for each in placement.rejected if each.why is Why.UNFIT] == [
+    placement = place_apart(PlacementTask(cluster, needs, rates(known)))
+    assert [(str(each.option), each.reason) for each in placement.rejected if each.why is Reason.UNFIT] == [
         (f"{role} on 1 core", "16GiB are needed (15GiB of weights, 1GiB for the longest request), and a core has 10GiB")
         for role in ("prefill", "decode")
     ]
@@ -547,14 +554,14 @@ def test_an_instance_without_gpus_takes_cores_and_their_memory() -> None:
     assert [each.options for each in placement.instances] == [{"runtime.threads": 2}, {"runtime.threads": 2}]
     assert (placement.predicted.cost, placement.predicted.unit, placement.predicted.rate) == (2.0, "machine", 3.8)
     assert placement.predicted.rate_per_unit == 1.9
-    told = {str(each.option): each.reason for each in placement.rejected if each.why is Why.MISSES}
+    told = {str(each.option): each.reason for each in placement.rejected if each.why is Reason.MISSES}
     assert set(told) == {"prefill on 4 cores", "decode on 4 cores"} and "no option meets" in told["decode on 4 cores"]
     # Of one machine the instances may be unequal.
     known = {"prefill on 2 cores": 2.0, "decode on 2 cores": 0.9, "decode on 4 cores": 5.0}
-    alone = place_apart(Search(cpus(1, 6, 60 * GIB), needs, rates(known)))
+    alone = place_apart(PlacementTask(cpus(1, 6, 60 * GIB), needs, rates(known)))
     assert [each.options for each in alone.instances] == [{"runtime.threads": 2}, {"runtime.threads": 4}]
     uneven = {"prefill on 1 core with decode on 2 cores": 9.0, "prefill on 2 cores with decode on 2 cores": 1.5}
-    pair = place_pairs(Search(cluster, needs, rates(uneven), rate=3.0))
+    pair = place_pairs(PlacementTask(cluster, needs, rates(uneven), rate=3.0))
     assert [each.count for each in pair.instances] == [2, 2] and pair.predicted.rate_per_unit == 1.5
 
 
@@ -562,12 +569,12 @@ def test_the_best_size_of_equal_instances_is_taken_and_the_others_say_why_not() 
     known = {f"{role} on {size}": rate for role in ("prefill", "decode")
              for size, rate in (("1 core", 1.0), ("2 cores", 2.5), ("4 cores", 4.0))}  # fmt: skip
     cluster, needs = cpus(2, 4), Needs(num_layers=30, weight_bytes=GIB, request_bytes=GIB)
-    most = place_apart(Search(cluster, needs, rates(known)))
+    most = place_apart(PlacementTask(cluster, needs, rates(known)))
     assert counts(most) == [("prefill", 2, 1, 1), ("decode", 2, 1, 1)] and most.predicted.rate == 5.0
-    few = place_apart(Search(cluster, needs, rates(known), rate=1.0))
+    few = place_apart(PlacementTask(cluster, needs, rates(known), rate=1.0))
     assert counts(few) == [("prefill", 1, 1, 1), ("decode", 1, 1, 1)] and few.predicted.cost == 0.5
     assert [each.options["runtime.threads"] for each in few.instances] == [1, 1]
-    told = {str(each.option): each.reason for each in most.rejected if each.why is Why.SLOWER}
+    told = {str(each.option): each.reason for each in most.rejected if each.why is Reason.SLOWER}
     assert told["decode on 1 core"] == "4 requests/s on 2 machines, but 5 on 2 with instances of another size"
     assert {str(each.option) for each in (*most.rejected, *few.rejected)} >= set(known)
 
@@ -579,9 +586,9 @@ def test_options_without_latencies_say_so_and_do_not_hide_what_others_miss() -> 
     cluster, needs = cpus(2, 2), Needs(num_layers=30, weight_bytes=GIB, request_bytes=GIB)
     known = {"prefill on 1 core with decode on 1 core": 2.0, "mixed on 2 cores": 3.0}
     unknown = 2
-    search = Search(cluster, needs, rates(known), why_unknown=why_unknown)
+    search = PlacementTask(cluster, needs, rates(known), why_unknown=why_unknown)
     placement = place_mixed(dataclasses.replace(search, goodput_of=rates({"mixed on 1 core": 1.0})))
-    assert reasons(placement, Why.UNFIT) == {"mixed on 2 cores": "no latencies"}
+    assert reasons(placement, Reason.UNFIT) == {"mixed on 2 cores": "no latencies"}
     with pytest.raises(PlacementError, match="the best is mixed on 1 core"):
         place_mixed(search)
     with pytest.raises(PlacementError, match="the best is mixed on 2 cores"):  # the largest
@@ -593,7 +600,7 @@ def test_options_without_latencies_say_so_and_do_not_hide_what_others_miss() -> 
 
 def test_the_caller_s_settings_are_part_of_the_instances() -> None:
     placement = place_mixed(
-        Search(
+        PlacementTask(
             cpus(1, 2), SMALL, rates({"mixed on 2 cores": 1.0}),
             options_of=lambda candidate: {"scheduler.token_budget": 256 * candidate.cores},
         )

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli import shared
 from quire.config import ServeConfig, SloConfig, describe, format_bytes
-from quire.planning.points import PlanResult, SettingsPoint, Tried, Why, named
+from quire.planning.points import PlanResult, SettingsPoint, Tried, named
+from quire.planning.search import Reason
 from quire.workload.slo import finite
 
 if TYPE_CHECKING:
@@ -45,10 +46,10 @@ def show(planner: Planner, found: PlanResult) -> None:
     near = found.neighbours(planner.space)
     rows_of_near = sorted((named(planner.space, settings, share), reason) for settings, share, reason in near)
     shared.print_table(("settings", "why not"), rows_of_near, left=("why not",))
-    counts = Counter(each.why for each in found.left)
+    counts = Counter(each.why for each in found.rejected)
     others = ", ".join(f"{count:,} {why}" for why, count in counts.items())
     print(f"\n{len(found.finalists):,} finalists; other settings: {others or 'none'}")
-    lacking = Counter(each.reason for each in found.left if each.why in (Why.UNFIT, Why.UNKNOWN))
+    lacking = Counter(each.reason for each in found.rejected if each.why in (Reason.UNFIT, Reason.UNKNOWN))
     for reason, count in lacking.most_common(REASONS):
         print(f"  {count:,}: {reason}")
     for warning in (*found.warnings, *remarks(chosen.point)):
@@ -153,8 +154,8 @@ def facts(planner: Planner, found: PlanResult) -> dict[str, Any]:
             for settings, share, reason in found.neighbours(planner.space)
         ],
         "left": [
-            {"settings": named(planner.space, each.settings, each.share), "why": each.why, "reason": each.reason}
-            for each in found.left
+            {"settings": named(planner.space, *each.option), "why": each.why, "reason": each.reason}
+            for each in found.rejected
         ],
         "warnings": list(found.warnings),
     }

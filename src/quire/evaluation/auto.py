@@ -19,11 +19,12 @@ from pathlib import Path
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
 from quire.evaluation.curves import WINDOWS, Quality, Text
-from quire.planning.auto import RUNGS, NoPlanError, Rung, Search, Trial, is_open
+from quire.planning.auto import RUNGS, HalvingSearch, NoPlanError, Rung, Trial, is_open
 from quire.planning.bounds import Bound, joint_bound
 from quire.planning.curves import BEYOND, NOTHING, Loss
 from quire.planning.goodput import Goodput, Verdict
-from quire.planning.points import PlanResult, RejectedSettings, Room, SettingsPoint, Why
+from quire.planning.points import PlanResult, Room, SettingsPoint, Variant
+from quire.planning.search import Reason, Rejected
 from quire.planning.space import Settings, Space
 from quire.simulation.attains import GoodputSearch, asked_of, noted
 from quire.simulation.candidate import Candidate, Maker, counts_of
@@ -122,7 +123,7 @@ class Planner(ABC):
     config   of the engines, as far as no axis decides it
     cluster  numbers and placement of the instances, as far as no axis decides them
     quality  what is known, and measured; None for a model without a checkpoint
-    left     settings that are not searched, and why
+    rejected settings that are not searched, and why
     unit     what goodput is counted for
     """
 
@@ -140,11 +141,11 @@ class Planner(ABC):
     ) -> None:
         self.name, self.config = name, config
         self.space, self.goal, self.tools, self.quality = space, goal, tools, quality
-        self.left: list[RejectedSettings] = []
+        self.rejected: list[Rejected[Variant]] = []
         self.end = math.inf
         self.cluster_of = cache(lambda settings: settings.cluster(cluster))
         self._asked = cache(lambda retain: asked_of(self.goal.load.workload, retain, self.window))
-        self._ceilings: dict[tuple[Settings, float], float] = {}
+        self._ceilings: dict[Variant, float] = {}
         self._pool: Pool = InProcess()
 
     @abstractmethod
@@ -207,12 +208,12 @@ class Planner(ABC):
         slow = self.measure_latencies(wanted, begun + SPEED_PART * goal.seconds)
         points = [point for each in wanted if (point := self._point(each, slow)) is not None]
         if not points:
-            raise NoPlanError(f"no settings can be tried; {_deciding(self.left, self.space)}")
+            raise NoPlanError(f"no settings can be tried; {_deciding(self.rejected, self.space)}")
         with pool_of(self.tools.processes) as self._pool:
-            search = Search(
-                self.space, points, self.evaluate, goal.quality, self.made, self.refine, tools.clock, self.end,
+            search = HalvingSearch(
+                self.space, points, self.evaluate, goal.quality, self.made, self.refine,
                 lambda rung, done, total: tools.progress(f"points with {RUNGS[rung].requests} requests", done, total),
-                RUNGS, left=self.left, warnings=warnings,
+                clock=tools.clock, deadline=self.end, rejected=self.rejected, warnings=warnings,
             )  # fmt: skip
             found = search.run()
         doubts = self.doubts(found.chosen.point)
@@ -222,11 +223,11 @@ class Planner(ABC):
 
     def _tell_uncalibrated(self) -> list[str]:
         """Says before all else which codecs are left out for want of a calibration. Returns the same for the result."""
-        lacking = [each for each in self.left if "calibration" in each.reason and each.why is Why.UNFIT]
+        lacking = [each for each in self.rejected if "calibration" in each.reason and each.why is Reason.UNFIT]
         if not lacking:
             return []
-        codecs = dict.fromkeys(str(each.settings.options["cache.codec"]) for each in lacking)
-        nearest = min(lacking, key=lambda each: len(each.settings.differs(self.space.first)))
+        codecs = dict.fromkeys(str(each.option.settings.options["cache.codec"]) for each in lacking)
+        nearest = min(lacking, key=lambda each: len(each.option.settings.differs(self.space.first)))
         told = (
             f"{len(lacking)} settings with {', '.join(codecs)} are left out: {nearest.reason}, then plan again (see"
             " docs/guide/calibration.md for how long it takes)"
@@ -284,10 +285,13 @@ class Planner(ABC):
                     self.quality.calibration_of(config)
                 self.cluster_of(settings)
             except ConfigError as error:
-                self.left.append(RejectedSettings(settings, Why.UNFIT, str(error)))
+                self._reject(settings, Reason.UNFIT, str(error))
             else:
                 found.append(settings)
         return found
+
+    def _reject(self, settings: Settings, why: Reason, reason: str) -> None:
+        self.rejected.append(Rejected(Variant(settings), why, reason))
 
     def _fitting(self, known: Sequence[Settings]) -> list[Settings]:
         """Settings that the memory is enough for."""
@@ -296,7 +300,7 @@ class Planner(ABC):
             try:
                 self.fit(settings)
             except ConfigError as error:
-                self.left.append(RejectedSettings(settings, Why.UNFIT, str(error)))
+                self._reject(settings, Reason.UNFIT, str(error))
             else:
                 found.append(settings)
         return found
@@ -308,12 +312,10 @@ class Planner(ABC):
             loss = self.loss_of(settings)
             if loss is None:
                 reasons = [lacking[part] for part in self.space.parts(settings).values() if part in lacking]
-                self.left.append(
-                    RejectedSettings(settings, Why.UNKNOWN, reasons[0] if reasons else "its loss is not known")
-                )
+                self._reject(settings, Reason.UNKNOWN, reasons[0] if reasons else "its loss is not known")
             elif loss.value > BEYOND * self.goal.quality and settings != self.space.first:
                 reason = f"it loses {loss.value:.2%} ({loss.origin}), and the budget is {self.goal.quality:.2%}"
-                self.left.append(RejectedSettings(settings, Why.LOSSY, reason))
+                self._reject(settings, Reason.LOSSY, reason)
             else:
                 found.append(settings)
         return found
@@ -322,9 +324,7 @@ class Planner(ABC):
         if self.latency(settings) is None:
             parts = [part for parts in self.space.effects(settings).values() for part in parts]
             reasons = [slow[part] for part in (self.space.timed(self.space.first), *parts) if part in slow]
-            self.left.append(
-                RejectedSettings(settings, Why.UNKNOWN, reasons[0] if reasons else "its latency is not known")
-            )
+            self._reject(settings, Reason.UNKNOWN, reasons[0] if reasons else "its latency is not known")
             return None
         return self._made(settings, 1.0)
 
@@ -333,7 +333,7 @@ class Planner(ABC):
         assert loss is not None and told is not None
         latency, origin, how = told
         ceiling = self._bound(settings, fit.config, latency, ANYTHING)
-        self._ceilings[settings, share] = ceiling
+        self._ceilings[Variant(settings, share)] = ceiling
         bound = min(ceiling, self._bound(settings, fit.config, latency, self.goal.slo))
         # Steps in which nothing happens are skipped where that is possible.
         is_slow = fit.config.retain.is_on or fit.config.tiers.is_on or self.cluster_of(settings).is_on
@@ -393,9 +393,9 @@ class Planner(ABC):
         return found
 
 
-def _deciding(left: Sequence[RejectedSettings], space: Space) -> str:
+def _deciding(rejected: Sequence[Rejected[Variant]], space: Space) -> str:
     """Why nothing can be tried: the reason of the settings that came furthest and are nearest to the default."""
-    assert left, "no settings at all"
-    furthest = [each for each in left if each.why is left[-1].why]
-    nearest = min(furthest, key=lambda each: len(each.settings.differs(space.first)))
-    return f"{space.name(nearest.settings)}: {nearest.reason}"
+    assert rejected, "no settings at all"
+    furthest = [each for each in rejected if each.why is rejected[-1].why]
+    nearest = min(furthest, key=lambda each: len(each.option.settings.differs(space.first)))
+    return f"{space.name(nearest.option.settings)}: {nearest.reason}"

@@ -17,7 +17,7 @@ from typing import Any
 
 from quire.errors import ConfigError, QuireError
 from quire.planning.divisions import Option, Role, divisions
-from quire.planning.placement import PLACERS, Budget, PlacementError, Rough, Search
+from quire.planning.placement import PLACERS, Budget, PlacementError, PlacementTask, Rough
 from quire.planning.placement_file import Gpus, Hosts, Placement
 from quire.simulation.load import Load
 from quire.simulation.outcome import Outcome
@@ -106,7 +106,7 @@ def search_placements(
     found, left = list[PlacementResult](), goal.seconds
     for index, algorithm in enumerate(chosen):
         with progress(f"options ({algorithm})") as told:
-            search = Search(
+            search = PlacementTask(
                 model.cluster, model.needs, trials.goodput_of, goal.rate, trials.bound_of, trials.serves,
                 Rough(trials.rough_goodput_of, trials.serves_roughly, partial(_tell, told, 0)), model.why_unknown,
                 Budget(max(0.0, left) / (len(chosen) - index), time.monotonic), partial(_tell, told, 1),
@@ -134,7 +134,7 @@ def _check_known(model: ModelOnCluster) -> None:
 
 
 def _placed(
-    algorithm: str, search: Search, trials: OptionTrials, goal: PlacementGoal, progress: Progress
+    algorithm: str, search: PlacementTask, trials: OptionTrials, goal: PlacementGoal, progress: Progress
 ) -> PlacementResult:
     """The result of one algorithm, simulated as a whole with fresh seeds."""
     begun = time.monotonic()

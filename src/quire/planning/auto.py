@@ -14,8 +14,8 @@ rung keeps points that are best for their loss and memory, and not only the fast
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from quire.errors import QuireError
@@ -25,15 +25,15 @@ from quire.planning.points import (
     ROUNDING,
     TIE,
     PlanResult,
-    RejectedSettings,
     SettingsPoint,
     Tried,
-    Why,
+    Variant,
     beats,
     covers,
     is_no_worse,
     needs_no_more,
 )
+from quire.planning.search import Reason, Search
 from quire.planning.space import Settings, Space
 from quire.timing.latency import Origin
 
@@ -95,8 +95,8 @@ Evaluate = Callable[[Sequence[Trial], Rung, float], Sequence[Goodput | None]]
 
 
 @dataclass
-class Search:
-    """A search.
+class HalvingSearch(Search[Variant]):
+    """A search in rungs: see Search.
 
     space     of the settings
     points    that can run, with what is known of them
@@ -104,8 +104,6 @@ class Search:
     quality   loss that the chosen point may have
     made      the point of some settings, with a part of the cache that they can have; None if that cannot run
     refine    points again, with what was measured for them meanwhile; None for one that turned out not to run
-    clock     seconds
-    deadline  on that clock
     progress  is told the rung, the points done, and all
     rungs     of the halving
     """
@@ -116,12 +114,8 @@ class Search:
     quality: float
     made: Callable[[Settings, float], SettingsPoint | None] = lambda settings, share: None
     refine: Callable[[Sequence[SettingsPoint]], Sequence[SettingsPoint | None]] = lambda points: points
-    clock: Callable[[], float] = lambda: 0.0
-    deadline: float = math.inf
     progress: Callable[[int, int, int], None] = lambda rung, done, total: None
     rungs: Sequence[Rung] = RUNGS
-    left: list[RejectedSettings] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
 
     def run(self) -> PlanResult:
         """Searches. Raises NoPlanError if no point meets the targets within the quality budget."""
@@ -136,13 +130,12 @@ class Search:
                 if number == 1:
                     points += self._varied(points[:VARIED])
             if number == len(self.rungs) - 1:
-                points, lost = self._refined(points)
-                self.left += lost
+                points = self._refined(points)
             tried = self._try(number, rung, points, tried, begun + rung.until * (self.deadline - begun))
         chosen, tried = self._choose(tried)
         frontier = self._frontier(tried)
         baseline = next((each for each in tried if self._is_baseline(each.point)), None)
-        return PlanResult(chosen, tuple(frontier), baseline, tuple(tried), tuple(self.left), tuple(self.warnings))
+        return PlanResult(chosen, tuple(frontier), baseline, tuple(tried), tuple(self.rejected), tuple(self.warnings))
 
     # ---- what is not tried ---------------------------------------------------------------------------------------
 
@@ -151,7 +144,7 @@ class Search:
         for point in points:
             if point.loss.value > most and not self._is_baseline(point):
                 reason = f"it loses {point.loss.value:.2%} ({point.loss.origin}), and the budget is {self.quality:.2%}"
-                self.left.append(RejectedSettings(point.settings, Why.LOSSY, reason))
+                self.reject(point.key, Reason.LOSSY, reason)
             else:
                 found.append(point)
         return found
@@ -164,7 +157,7 @@ class Search:
                 found.append(point)
             else:
                 reason = f"{self.space.name(over.settings)} is no slower in any step, loses no more, and holds as much"
-                self.left.append(RejectedSettings(point.settings, Why.COVERED, reason))
+                self.reject(point.key, Reason.COVERED, reason)
         return found
 
     def _varied(self, points: Sequence[SettingsPoint]) -> list[SettingsPoint]:
@@ -175,14 +168,12 @@ class Search:
             found += [self.made(other, 1.0) for other in self.space.later(settings)]
         return [each for each in found if each is not None]
 
-    def _refined(self, points: Sequence[SettingsPoint]) -> tuple[list[SettingsPoint], list[RejectedSettings]]:
-        found, lost = [], []
-        for before, after in zip(points, self.refine(points), strict=True):
+    def _refined(self, points: Sequence[SettingsPoint]) -> list[SettingsPoint]:
+        found = self.refine(points)
+        for before, after in zip(points, found, strict=True):
             if after is None:
-                lost.append(RejectedSettings(before.settings, Why.UNFIT, "it could not be measured", before.share))
-            else:
-                found.append(after)
-        return found, lost
+                self.reject(before.key, Reason.UNFIT, "it could not be measured")
+        return [each for each in found if each is not None]
 
     # ---- rungs ---------------------------------------------------------------------------------------------------
 
@@ -196,7 +187,7 @@ class Search:
         waiting = sorted(points, key=lambda each: (not self._is_baseline(each), each.cost, -self._hope(each, known)))
         done: list[Tried] = []
         late: list[SettingsPoint] = []
-        while waiting and (self.clock() < end or not (known or done)):
+        while waiting and not (self.is_over(end) and (known or done)):
             self.progress(number, len(done), len(done) + len(waiting))
             batch, waiting = self._batch(waiting, done, known)
             trials = [self._trial(each, rung, done, known) for each in batch]
@@ -210,13 +201,13 @@ class Search:
                     done.append(Tried(point, found, rung.requests))
                 else:
                     reason = f"below {trial.floor / point.units:.4g} requests/s, which others serve who lose no more"
-                    self.left.append(RejectedSettings(point.settings, Why.SLOWER, reason, point.share))
+                    self.reject(point.key, Reason.SLOWER, reason)
         self._untried(rung, [*late, *waiting], known, done)
         self.progress(number, len(done), len(done))
         return done
 
     def _batch(
-        self, waiting: Sequence[SettingsPoint], done: Sequence[Tried], known: dict[tuple[Settings, float], Tried]
+        self, waiting: Sequence[SettingsPoint], done: Sequence[Tried], known: Mapping[Variant, Tried]
     ) -> tuple[list[SettingsPoint], list[SettingsPoint]]:
         """The next points to try, and those after them. Points that a bound excludes are left."""
         batch: list[SettingsPoint] = []
@@ -231,7 +222,7 @@ class Search:
                 f"at most {point.bound / point.units:.4g} requests/s, but {self.space.name(better.point.settings)} has"
                 f" {better.rate:.4g}, loses no more, and needs no more memory"
             )
-            self.left.append(RejectedSettings(point.settings, Why.BOUND, reason, point.share))
+            self.reject(point.key, Reason.BOUND, reason)
         return batch, []
 
     def _excludes(self, tried: Tried, point: SettingsPoint) -> bool:
@@ -246,7 +237,7 @@ class Search:
         self,
         rung: Rung,
         waiting: Sequence[SettingsPoint],
-        known: dict[tuple[Settings, float], Tried],
+        known: Mapping[Variant, Tried],
         done: list[Tried],
     ) -> None:
         if not waiting:
@@ -259,12 +250,10 @@ class Search:
             if point.key in known:
                 done.append(replace(known[point.key], point=point))
             else:
-                self.left.append(RejectedSettings(point.settings, Why.UNTRIED, "the time was over", point.share))
+                self.reject(point.key, Reason.UNTRIED, "the time was over")
 
-    def _trial(
-        self, point: SettingsPoint, rung: Rung, done: Sequence[Tried], known: dict[tuple[Settings, float], Tried]
-    ) -> Trial:
-        before = known.get(point.key) or known.get((point.settings, 1.0))
+    def _trial(self, point: SettingsPoint, rung: Rung, done: Sequence[Tried], known: Mapping[Variant, Tried]) -> Trial:
+        before = known.get(point.key) or known.get(Variant(point.settings))
         guess = before.goodput.rate if before is not None else 0.0
         if self._is_baseline(point):
             return Trial(point, guess or point.bound / 2)
@@ -274,7 +263,7 @@ class Search:
         floor = (1 - rung.tolerance) * max(over, default=0.0) * point.units
         return Trial(point, max(guess, floor) or point.bound / 2, floor)
 
-    def _hope(self, point: SettingsPoint, known: dict[tuple[Settings, float], Tried]) -> float:
+    def _hope(self, point: SettingsPoint, known: Mapping[Variant, Tried]) -> float:
         before = known.get(point.key)
         return point.bound / point.units if before is None else before.rate
 
@@ -301,7 +290,7 @@ class Search:
                 f"{each.rate:.4g} requests/s with {each.requests} requests, where"
                 f" {self.space.name(better.point.settings)} has {better.rate:.4g}"
             )
-            self.left.append(RejectedSettings(each.point.settings, Why.SLOWER, reason, each.point.share))
+            self.reject(each.point.key, Reason.SLOWER, reason)
 
     # ---- the result ----------------------------------------------------------------------------------------------
 
@@ -310,9 +299,9 @@ class Search:
         there is time.
         """
         current = list(tried)
-        asked: set[tuple[Settings, float]] = set()
+        asked: set[Variant] = set()
         while True:
-            is_late = self.clock() >= self.deadline
+            is_late = self.is_over(self.deadline)
             served = [each for each in current if each.rate > 0]
             unsure = {
                 each.point.key

@@ -35,7 +35,8 @@ from quire.planning.cluster_file import ClusterSpec
 from quire.planning.divisions import Division, Needs, Option, Role, degrees, divisions, pairs
 from quire.planning.goodput import Goodput, Verdict
 from quire.planning.packing import ROUNDING, fit, mix, most, replicas
-from quire.planning.placement_file import Instances, Placement, Predicted, Rejected, Why
+from quire.planning.placement_file import Instances, Placement, Predicted
+from quire.planning.search import Reason, Rejected, Search
 
 NO_ROOM = "the cluster has no room for an instance of each role; plan for mixed instances"
 
@@ -65,7 +66,7 @@ Progress = Callable[[int, int, Option], None]
 
 
 class Rough(NamedTuple):
-    """Rough goodputs, and the progress of the search with them: see Search."""
+    """Rough goodputs, and the progress of the search with them: see PlacementTask."""
 
     goodput_of: Callable[[Option], Goodput]
     serves: Callable[[Option, float], bool]
@@ -73,7 +74,7 @@ class Rough(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Search:
+class PlacementTask:
     """What is searched for, and with what.
 
     goodput_of  goodput of one instance or pair, in requests/s; of an instance that only computes prompts or only
@@ -114,14 +115,14 @@ class Search:
         return math.inf if self.bound_of is None else self.bound_of(option)
 
 
-def place_apart(search: Search) -> Placement:
+def place_apart(task: PlacementTask) -> Placement:
     """Prompts and decoding on different instances. Raises PlacementError.
 
     The predicted attainment is the product of both roles': the share if they miss their targets independently.
     """
-    layers = search.needs.num_layers
-    found = _placed(search, [divisions(search.cluster, layers, role) for role in (Role.PREFILL, Role.DECODE)], "apart")
-    if search.cluster.is_fast:
+    layers = task.needs.num_layers
+    found = _placed(task, [divisions(task.cluster, layers, role) for role in (Role.PREFILL, Role.DECODE)], "apart")
+    if task.cluster.is_fast:
         return found
     told = (
         "caches cross a network between machines that is not fast (network.fast), where transfers may wait for those of"
@@ -130,44 +131,48 @@ def place_apart(search: Search) -> Placement:
     return dataclasses.replace(found, warnings=(told, *found.warnings))
 
 
-def place_pairs(search: Search) -> Placement:
+def place_pairs(task: PlacementTask) -> Placement:
     """Pairs of an instance for prompts and one that decodes, within machines. Raises PlacementError."""
-    return _placed(search, [pairs(search.cluster, search.needs.num_layers)], "pairs")
+    return _placed(task, [pairs(task.cluster, task.needs.num_layers)], "pairs")
 
 
-def place_mixed(search: Search) -> Placement:
+def place_mixed(task: PlacementTask) -> Placement:
     """Instances that compute prompts and decode. Raises PlacementError."""
-    return _placed(search, [divisions(search.cluster, search.needs.num_layers, Role.MIXED)], "mixed")
+    return _placed(task, [divisions(task.cluster, task.needs.num_layers, Role.MIXED)], "mixed")
 
 
-PLACERS: dict[str, Callable[[Search], Placement]] = {"apart": place_apart, "pairs": place_pairs, "mixed": place_mixed}
+PLACERS: dict[str, Callable[[PlacementTask], Placement]] = {
+    "apart": place_apart,
+    "pairs": place_pairs,
+    "mixed": place_mixed,
+}
 """The algorithms by name."""
 
 
-def _placed(search: Search, roles: Sequence[Sequence[Option]], algorithm: str) -> Placement:
+def _placed(task: PlacementTask, roles: Sequence[Sequence[Option]], algorithm: str) -> Placement:
     """The best placement of options, one list for each role. Raises PlacementError."""
-    cluster = search.cluster
+    cluster = task.cluster
     if cluster.has_gpus or cluster.nodes.count == 1:
-        return _walk(search, roles).placement(algorithm)
+        return _walk(task, roles).placement(algorithm)
     alike = [
         [[option for option in options if _cores(option) == {size}] for options in roles] for size in degrees(cluster)
     ]
     alike = [lists for lists in alike if all(lists)]
     unequal = [option for options in roles for option in options if len(_cores(option)) > 1]
-    if search.budget is not None:
-        budget = dataclasses.replace(search.budget, seconds=search.budget.seconds / max(1, len(alike)))
-        search = dataclasses.replace(search, budget=budget)
-    rejected = [Rejected(option, Why.UNFIT, "instances on several machines have equal cores") for option in unequal]
+    if task.budget is not None:
+        budget = dataclasses.replace(task.budget, seconds=task.budget.seconds / max(1, len(alike)))
+        task = dataclasses.replace(task, budget=budget)
+    rejected = [Rejected(option, Reason.UNFIT, "instances on several machines have equal cores") for option in unequal]
     found, errors = list[tuple[_Walk, Placement]](), list[tuple[bool, PlacementError]]()
     for lists in alike:
-        walk = _walk(search, lists)
+        walk = _walk(task, lists)
         try:
             placement = walk.placement(algorithm)
         except PlacementError as failed:
             errors.append((any(phase.tried for phase in walk.phases), failed))
             known = [each.option for each in walk.rejected]
             others = [option for options in lists for option in options if option not in known]
-            rejected += [*walk.rejected, *(Rejected(option, Why.MISSES, str(failed)) for option in others)]
+            rejected += [*walk.rejected, *(Rejected(option, Reason.MISSES, str(failed)) for option in others)]
         else:
             found.append((walk, placement))
             rejected += placement.rejected
@@ -177,7 +182,7 @@ def _placed(search: Search, roles: Sequence[Sequence[Option]], algorithm: str) -
 
     def worth(each: tuple[_Walk, Placement]) -> tuple[bool, float, float]:
         said = each[1].predicted
-        return said.fits, 0.0 if search.rate is None else -said.cost, said.rate
+        return said.fits, 0.0 if task.rate is None else -said.cost, said.rate
 
     best = max(found, key=worth)
     for walk, placement in found:
@@ -187,7 +192,7 @@ def _placed(search: Search, roles: Sequence[Sequence[Option]], algorithm: str) -
                 f"{said.rate:.4g} requests/s on {said.cost:.4g} {said.unit}s, but {taken.rate:.4g} on {taken.cost:.4g}"
             )
             rejected += [
-                Rejected(option, Why.SLOWER, f"{told} with instances of another size", said.rate_per_unit)
+                Rejected(option, Reason.SLOWER, f"{told} with instances of another size", said.rate_per_unit)
                 for option in walk.chosen()
             ]
     return dataclasses.replace(best[1], rejected=tuple(rejected))
@@ -209,9 +214,9 @@ class _Phase:
     best_rate  its requests/s per unit; 0 if there is none
     """
 
-    def __init__(self, search: Search, options: Sequence[Option]) -> None:
-        self.search = search
-        self.bounds = {option: search.bound(option) for option in options}
+    def __init__(self, task: PlacementTask, options: Sequence[Option]) -> None:
+        self.task = task
+        self.bounds = {option: task.bound(option) for option in options}
         self.left = list(options)
         self._sort()
         self.short: dict[Option, float] = {}
@@ -222,7 +227,7 @@ class _Phase:
     def try_one(self, option: Option) -> None:
         """Tries an option that is left."""
         self.left.remove(option)
-        self.tried[option] = self.search.goodput_of(option)
+        self.tried[option] = self.task.goodput_of(option)
         rate = self.rate(option)
         is_first_equal = rate == self.best_rate and self.best is not None and option.order < self.best.order
         if rate > self.best_rate or is_first_equal:
@@ -231,8 +236,8 @@ class _Phase:
     def falls_short(self, needed: float) -> bool:
         """Whether the option with the highest bound does not serve a rate per unit. Then this is its bound."""
         option, rate = self.left[0], needed * JUST_BELOW
-        of_one = rate * self.search.cost(option)
-        if self.search.serves is None or not 0 < rate < self.bounds[option] or self.search.serves(option, of_one):
+        of_one = rate * self.task.cost(option)
+        if self.task.serves is None or not 0 < rate < self.bounds[option] or self.task.serves(option, of_one):
             return False
         self.short[option], self.bounds[option] = of_one, rate
         self._sort()
@@ -243,7 +248,7 @@ class _Phase:
 
     def rate(self, option: Option) -> float:
         """Requests/s per unit of an option that was tried."""
-        return self.tried[option].rate / self.search.cost(option)
+        return self.tried[option].rate / self.task.cost(option)
 
     @property
     def ceiling(self) -> float:
@@ -251,19 +256,19 @@ class _Phase:
         return max(self.best_rate, self.bounds[self.left[0]] if self.left else 0.0)
 
 
-class _Walk(ABC):
+class _Walk(Search[Option], ABC):
     """Tries options until none that is left can win, or the time is over.
 
     Each phase tries its options by decreasing bound. Phases take turns, so that a budget is spent on all of them. One
     whose next option has fallen short comes last: it is left out as soon as the others' options have, too.
     """
 
-    def __init__(self, search: Search, roles: Sequence[Sequence[Option]]) -> None:
-        self.search = search
+    def __init__(self, task: PlacementTask, roles: Sequence[Sequence[Option]]) -> None:
+        budget = task.budget or Budget(math.inf, lambda: 0.0)
+        super().__init__(clock=budget.clock, deadline=budget.clock() + budget.seconds)
+        self.task = task
         self.roles = roles
-        self.rejected: list[Rejected] = []
-        self.warnings: list[str] = []
-        self.phases = [_Phase(search, self._admit(options)) for options in roles]
+        self.phases = [_Phase(task, self._admit(options)) for options in roles]
         self._num_options = sum(len(phase.left) for phase in self.phases)
         self._num_done = 0
 
@@ -291,19 +296,20 @@ class _Walk(ABC):
 
     def placement(self, algorithm: str) -> Placement:
         """Walks, and returns the best placement. Raises PlacementError."""
-        self._try_all(self._try_likely())
+        self._try_likely()
+        self._try_all()
         stuck = [phase for phase in self.phases if phase.best is None]
         if stuck:
             raise self._failed(min(stuck, key=lambda phase: len(phase.left)))
         counts = self.chosen()
         for phase in self.phases:
             self._explain(phase, counts)
-        if untried := sum(each.why is Why.UNTRIED for each in self.rejected):
+        if untried := sum(each.why is Reason.UNTRIED for each in self.rejected):
             self.warnings.append(f"{untried} of {self._num_options} options were not tried: the time was over")
         goodputs = {option: phase.tried[option] for phase in self.phases for option in counts if option in phase.tried}
         for option, goodput in goodputs.items():
             self.warnings += [f"{option}: {doubt}" for doubt in goodput.doubts]
-        cluster = self.search.cluster
+        cluster = self.task.cluster
         rate = min(count * goodputs[option].rate for option, count in counts.items())
         cost = sum(count * option.num_slots for option, count in counts.items()) / cluster.slots_of_unit
         fits = fit(cluster, counts)
@@ -336,8 +342,8 @@ class _Walk(ABC):
             )
         if not self.rejected:
             return PlacementError(NO_ROOM)
-        largest = max(self.rejected, key=lambda each: (self.search.needs.divides(each.option), each.option.num_slots))
-        lacks_room = self.search.needs.lack(largest.option, self.search.cluster) is not None
+        largest = max(self.rejected, key=lambda each: (self.task.needs.divides(each.option), each.option.num_slots))
+        lacks_room = self.task.needs.lack(largest.option, self.task.cluster) is not None
         help_ = (
             "; plan for machines with more memory, or make the cache smaller with cache.codec, retain.budget or"
             " model.max_context"
@@ -347,42 +353,37 @@ class _Walk(ABC):
     def _admit(self, options: Sequence[Option]) -> list[Option]:
         found = []
         for option in options:
-            lack = self.search.needs.lack(option, self.search.cluster) or self.search.why_unknown(option)
+            lack = self.task.needs.lack(option, self.task.cluster) or self.task.why_unknown(option)
             if lack:
-                self.rejected.append(Rejected(option, Why.UNFIT, lack))
+                self.reject(option, Reason.UNFIT, lack)
             else:
                 found.append(option)
         return found
 
-    def _try_likely(self) -> float:
-        """Tries what a rough search takes, which has half the time. Returns when the time is over."""
-        search, budget = self.search, self.search.budget
-        end = math.inf if budget is None else budget.clock() + budget.seconds
-        if search.rough is None:
-            return end
+    def _try_likely(self) -> None:
+        """Tries what a rough search takes, which has half the time."""
+        task, budget = self.task, self.task.budget
+        if task.rough is None:
+            return
         half = None if budget is None else Budget(budget.seconds / 2, budget.clock)
-        quick = dataclasses.replace(search, **search.rough._asdict(), rough=None, budget=half)
-        walk = type(self)(quick, self.roles)
-        walk._try_all(math.inf if half is None else half.clock() + half.seconds)
+        walk = type(self)(dataclasses.replace(task, **task.rough._asdict(), rough=None, budget=half), self.roles)
+        walk._try_all()
         likely: Iterable[Option] = ()
         with contextlib.suppress(PlacementError):
             likely = walk.chosen()
         for option in likely:
             self._try(next(each for each in self.phases if option in each.left), option)
-        return end
 
-    def _try_all(self, end: float) -> None:
-        budget = self.search.budget
+    def _try_all(self) -> None:
         while all(phase.left or phase.best for phase in self.phases):
             waiting = [phase for phase in self.phases if phase.left and not self.excluded(phase, phase.left[0])]
             phase = min(
                 waiting, key=lambda each: (each.left[0] in each.short, len(each.tried) + len(each.short)), default=None
             )
-            if phase is None or (phase.tried and budget is not None and budget.clock() >= end):
+            if phase is None or (phase.tried and self.is_over(self.deadline)):
                 return
-            if phase.falls_short(self.needed(phase)):
-                continue
-            self._try(phase, phase.left[0])
+            if not phase.falls_short(self.needed(phase)):
+                self._try(phase, phase.left[0])
 
     def _try(self, phase: _Phase, option: Option) -> None:
         phase.try_one(option)
@@ -398,34 +399,34 @@ class _Walk(ABC):
     def _explain(self, phase: _Phase, counts: Mapping[Option, int]) -> None:
         for option, goodput in phase.tried.items():
             if goodput.rate <= 0:
-                self.rejected.append(Rejected(option, Why.MISSES, _missed(goodput), 0.0))
+                self.reject(option, Reason.MISSES, _missed(goodput), 0.0)
             elif option not in counts:
                 more = "at least " if goodput.verdict is Verdict.UNBOUNDED else ""
                 reason = f"{more}{self._per_unit(phase.rate(option))}: {self.against(phase, option)}"
-                self.rejected.append(Rejected(option, Why.SLOWER, reason, phase.rate(option)))
+                self.reject(option, Reason.SLOWER, reason, phase.rate(option))
         for option in phase.left:
             excluded = self.excluded(phase, option)
             if excluded is not None:
                 rate = phase.short.get(option)
                 tested = "" if rate is None else f"it misses the latency targets at {rate:.4g} requests/s: "
-                self.rejected.append(Rejected(option, Why.BOUND, tested + excluded))
+                self.reject(option, Reason.BOUND, tested + excluded)
             else:
-                assert self.search.budget is not None, f"{option} was left out"
-                over = f"the search's {self.search.budget.seconds:.4g} s were over before it was tried"
-                self.rejected.append(Rejected(option, Why.UNTRIED, over))
+                assert self.task.budget is not None, f"{option} was left out"
+                over = f"the search's {self.task.budget.seconds:.4g} s were over before it was tried"
+                self.reject(option, Reason.UNTRIED, over)
             self._done(option)
 
     def _done(self, option: Option) -> None:
         self._num_done += 1
-        if self.search.progress is not None:
-            self.search.progress(self._num_done, self._num_options, option)
+        if self.task.progress is not None:
+            self.task.progress(self._num_done, self._num_options, option)
 
     def _settings(self, division: Division) -> dict[str, Any]:
         threads = {"runtime.threads": division.cores} if division.cores else {}
-        return threads | dict(self.search.options_of(division) if self.search.options_of else {})
+        return threads | dict(self.task.options_of(division) if self.task.options_of else {})
 
     def _per_unit(self, rate: float) -> str:
-        return f"{rate:.4g} requests/s per {self.search.cluster.unit}"
+        return f"{rate:.4g} requests/s per {self.task.cluster.unit}"
 
 
 class _PerUnit(_Walk):
@@ -446,9 +447,9 @@ class _PerUnit(_Walk):
 
     def chosen(self) -> dict[Option, int]:
         """See _Walk."""
-        assert self.search.rate is not None
+        assert self.task.rate is not None
         best = [(phase, phase.best) for phase in self.phases]
-        return {option: replicas(self.search.rate, phase.tried[option].rate) for phase, option in best if option}
+        return {option: replicas(self.task.rate, phase.tried[option].rate) for phase, option in best if option}
 
     def against(self, phase: _Phase, option: Option) -> str:
         """See _Walk."""
@@ -482,8 +483,8 @@ class _Whole(_Walk):
     best      the best of them; None so far if there is none
     """
 
-    def __init__(self, search: Search, roles: Sequence[Sequence[Option]]) -> None:
-        super().__init__(search, roles)
+    def __init__(self, task: PlacementTask, roles: Sequence[Sequence[Option]]) -> None:
+        super().__init__(task, roles)
         self.fillings: dict[Option, _Filling] = {}
         self.best: _Filling | None = None
 
@@ -495,7 +496,7 @@ class _Whole(_Walk):
         """
         seconds = [_seconds(phase.bounds[option])]
         seconds += [_seconds(other.ceiling) for other in self.phases if other is not phase]
-        ceiling = self.search.cluster.num_units / sum(seconds) if sum(seconds) else math.inf
+        ceiling = self.task.cluster.num_units / sum(seconds) if sum(seconds) else math.inf
         if self.best is None or ceiling >= self.best.rate * (1 - ROUNDING):
             return None
         return f"the cluster serves at most {ceiling:.4g} requests/s with it, but {self.best.rate:.4g} with {self.best}"
@@ -505,13 +506,13 @@ class _Whole(_Walk):
         if self.best is None:
             return 0.0
         others = sum(_seconds(other.best_rate) for other in self.phases if other is not phase)
-        seconds = self.search.cluster.num_units / self.best.rate - others
+        seconds = self.task.cluster.num_units / self.best.rate - others
         return 1 / seconds if seconds > 0 else 0.0
 
     def learn(self, phase: _Phase, option: Option) -> None:
         """See _Walk: combines the option with all partners that were tried."""
         if len(self.phases) == 1:
-            count = most(self.search.cluster, option)
+            count = most(self.task.cluster, option)
             self._note(_Filling(count * phase.tried[option].rate, {option: count}))
             return
         prefill, decode = self.phases
@@ -520,7 +521,7 @@ class _Whole(_Walk):
         for first, second in itertools.product(firsts, seconds):
             assert isinstance(first, Division) and isinstance(second, Division)
             rates = prefill.tried[first].rate, decode.tried[second].rate
-            rate, *counts = mix(self.search.cluster, first, rates[0], second, rates[1])
+            rate, *counts = mix(self.task.cluster, first, rates[0], second, rates[1])
             if rate:
                 self._note(_Filling(rate, dict(zip((first, second), counts, strict=True))))
 
@@ -549,8 +550,8 @@ class _Whole(_Walk):
         return f"the cluster serves {own.rate:.4g} requests/s with {own}, but {self.best.rate:.4g} with {self.best}"
 
 
-def _walk(search: Search, roles: Sequence[Sequence[Option]]) -> _Walk:
-    return _Whole(search, roles) if search.rate is None else _PerUnit(search, roles)
+def _walk(task: PlacementTask, roles: Sequence[Sequence[Option]]) -> _Walk:
+    return _Whole(task, roles) if task.rate is None else _PerUnit(task, roles)
 
 
 def _seconds(rate: float) -> float:

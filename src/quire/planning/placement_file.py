@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.planning.cluster_file import ClusterSpec
 from quire.planning.divisions import Option, Role
+from quire.planning.search import Rejected
 from quire.records import above, made, read_fields
 
 VERSION = 1
@@ -69,38 +69,6 @@ class Predicted:
             above(getattr(self, name), name)
         if not 0 <= self.attainment <= 1:
             raise ConfigError(f"attainment is {self.attainment}; it must be a share from 0 to 1")
-
-
-class Why(StrEnum):
-    """Why an option is not part of a placement.
-
-    UNFIT    it cannot run: the machine lacks memory, the model cannot be divided this way, or its latencies are not
-             known
-    MISSES   no rate meets the latency targets
-    SLOWER   it was tried, and another one is better
-    BOUND    its goodput was not searched for, because its upper bound, or one simulation, shows that it is not the best
-    UNTRIED  it was not tried, because the time was over
-    """
-
-    UNFIT = "unfit"
-    MISSES = "misses"
-    SLOWER = "slower"
-    BOUND = "bound"
-    UNTRIED = "untried"
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """An option that is not part of a placement.
-
-    reason         a sentence with the numbers that decided
-    rate_per_unit  its goodput per GPU or machine; None: it is not known
-    """
-
-    option: Option
-    why: Why
-    reason: str
-    rate_per_unit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -174,7 +142,7 @@ class Placement:
 
     instances: tuple[Instances, ...]
     predicted: Predicted
-    rejected: tuple[Rejected, ...] = ()
+    rejected: tuple[Rejected[Option], ...] = ()
     warnings: tuple[str, ...] = ()
     workload: dict[str, Any] = field(default_factory=dict)
     slo: dict[str, float] = field(default_factory=dict)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple
 
 from quire.planning.curves import Loss
 from quire.planning.goodput import Goodput
+from quire.planning.search import Rejected
 from quire.planning.space import Effect, Settings, Space
 from quire.timing.latency import Origin
 
@@ -21,25 +21,11 @@ SAME = 0.01
 ROUNDING = 1e-9
 
 
-class Why(StrEnum):
-    """Why settings are not part of the frontier.
+class Variant(NamedTuple):
+    """Settings, with a part of the memory that is left for the cache."""
 
-    UNFIT    they cannot run, or the memory is not enough
-    UNKNOWN  their loss or their latency is neither measured nor modelled
-    LOSSY    they lose more quality than any budget near the given one allows
-    COVERED  other settings are at least as good in everything that is known without trying
-    BOUND    their upper bound is below what others serve
-    SLOWER   others serve more, lose no more, and need no more memory
-    UNTRIED  the time was over
-    """
-
-    UNFIT = "unfit"
-    UNKNOWN = "unknown"
-    LOSSY = "lossy"
-    COVERED = "covered"
-    BOUND = "bound"
-    SLOWER = "slower"
-    UNTRIED = "untried"
+    settings: Settings
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -80,9 +66,9 @@ class SettingsPoint:
     cost: int = 1
 
     @property
-    def key(self) -> tuple[Settings, float]:
+    def key(self) -> Variant:
         """What tells it from others."""
-        return self.settings, self.share
+        return Variant(self.settings, self.share)
 
     def name(self, space: Space) -> str:
         """In words."""
@@ -108,15 +94,6 @@ class Tried:
         return self.goodput.rate / self.point.units
 
 
-class RejectedSettings(NamedTuple):
-    """Settings that are not part of the frontier, and why."""
-
-    settings: Settings
-    why: Why
-    reason: str
-    share: float = 1.0
-
-
 @dataclass(frozen=True)
 class PlanResult:
     """The result of a search.
@@ -125,7 +102,7 @@ class PlanResult:
     frontier  points that no other one beats in goodput, loss and memory, the fastest first
     baseline  what is set without a plan
     finalists points of the last rung
-    left      all others
+    rejected  all others
     warnings  one sentence for each reason to doubt the result
     """
 
@@ -133,15 +110,15 @@ class PlanResult:
     frontier: tuple[Tried, ...]
     baseline: Tried | None
     finalists: tuple[Tried, ...]
-    left: tuple[RejectedSettings, ...]
+    rejected: tuple[Rejected[Variant], ...]
     warnings: tuple[str, ...] = ()
 
     def neighbours(self, space: Space) -> list[tuple[Settings, float, str]]:
         """Settings that differ from the chosen ones in one axis or in the cache's share, and why each lost."""
         own = self.chosen.point
-        told: dict[tuple[Settings, float], str] = {each.point.key: self._lost(each) for each in self.finalists}
-        for each in self.left:
-            told.setdefault((each.settings, each.share), each.reason)
+        told = {each.point.key: self._lost(each) for each in self.finalists}
+        for each in self.rejected:
+            told.setdefault(each.option, each.reason)
         found = []
         for (settings, share), reason in told.items():
             changes = len(settings.differs(own.settings))
