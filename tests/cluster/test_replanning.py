@@ -16,12 +16,12 @@ from quire import LLM
 from quire.cache.keys import ChunkKeys
 from quire.cluster import replanning
 from quire.cluster.cluster import Cluster
+from quire.cluster.drift import Patience
 from quire.cluster.replanning import AnsweredRequest, PlacementProposal, Replanning, SearchCommand, workload_of
 from quire.config import ClusterConfig, EngineConfig, SloConfig
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, QuireError
 from quire.evaluation.latency_bench import settings_of
-from quire.planning.drift import Patience
 from quire.planning.placement_file import Instances, Placement, Predicted
 from quire.simulation.setup import LocalModel
 from quire.timing.kept_latencies import keep, kept_folder

@@ -122,7 +122,7 @@ def configuration(planner: Planner, found: PlanResult, file: Path, given: Mappin
     ttft, tpot = finite(goal.slo.ttft), finite(goal.slo.tpot)
     slo = SloConfig(ttft=ttft, tpot=tpot, attainment=goal.slo.attainment)
     groups = (
-        planner.config_of(point.settings).with_options({"cache.memory": point.room.cache}),
+        point.settings.engine(planner.config).with_options({"cache.memory": point.room.cache}),
         serve,
         planner.cluster_of(point.settings),
         slo,

@@ -1,6 +1,6 @@
 """Searches a better placement when a cluster's traffic changes, and switches to it while requests run.
 
-`planning.drift` decides when to search. The search runs `quire plan placement` on the last requests, in a separate
+`cluster.drift` decides when to search. The search runs `quire plan placement` on the last requests, in a separate
 process that uses only the processor time that instances leave.
 """
 
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from quire.cache.ledger import PAGE_TOKENS
+from quire.cluster.drift import Patience, Replanner, Seen, TrafficStats
 from quire.cluster.router import RoutedRequest
 from quire.config import SloConfig, flags_of
 from quire.errors import ConfigError, QuireError
 from quire.planning.cluster_file import read_cluster
-from quire.planning.drift import Patience, Replanner, Seen, TrafficStats
 from quire.planning.placement_file import Placement, read_placement
 from quire.workload.workload import Arrival, Span, Workload
 

@@ -263,10 +263,6 @@ class Planner(ABC):
         self.goal = replace(self.goal, load=load)
         return told
 
-    def config_of(self, settings: Settings) -> EngineConfig:
-        """The configuration of an engine with these settings, with automatic values. Raises ConfigError."""
-        return settings.engine(self.config)
-
     def loss_of(self, settings: Settings) -> Loss | None:
         """The loss of settings; None if it is not known."""
         if self.quality is not None:
@@ -280,7 +276,7 @@ class Planner(ABC):
         found = []
         for settings in self.space.settings():
             try:
-                config = self.config_of(settings)
+                config = settings.engine(self.config)
                 if self.quality is not None:
                     self.quality.calibration_of(config)
                 self.cluster_of(settings)

@@ -70,7 +70,7 @@ class HardwarePlanner(Planner):
                 f"the weights need {format_bytes(int(model.gpu_weight_bytes))} of each of {tp * pp} x"
                 f" {self.device.name}, and leave no room for a cache"
             )
-        config = self.config_of(settings)
+        config = settings.engine(self.config)
         check_modelled(config)
         limits, cache_bytes = config.scheduler, int(tokens * model.token_bytes)
         least = limits.max_running + PAGE_TOKENS + (config.retain.profile_rows if config.retain.is_on else 0)
@@ -97,7 +97,7 @@ class HardwarePlanner(Planner):
 
     def candidate(self, point: SettingsPoint) -> tuple[Target, Candidate]:
         """See Planner."""
-        config = self.config_of(point.settings).with_options({"cache.memory": point.room.cache})
+        config = point.settings.engine(self.config).with_options({"cache.memory": point.room.cache})
         return self._target, self._target.candidate(config, self.cluster_of(point.settings), *point.settings.division)
 
     def memory_text(self, point: SettingsPoint) -> str:
@@ -109,4 +109,4 @@ class HardwarePlanner(Planner):
         )
 
     def _latency_of(self, settings: Settings) -> AnalyticModel:
-        return self._target.latency(self.config_of(settings), *settings.division)
+        return self._target.latency(settings.engine(self.config), *settings.division)

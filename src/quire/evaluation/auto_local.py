@@ -81,7 +81,7 @@ class LocalPlanner(Planner):
         """See Planner. Removes layer images that were written for trials, except for that of the chosen settings."""
         with temporary_images() as kept:
             found = super().run()
-            if (image := self._image(self.config_of(found.chosen.point.settings).model.weights)) is not None:
+            if (image := self._image(found.chosen.point.settings.engine(self.config).model.weights)) is not None:
                 kept.add(image_path(image.origin))
         return found
 
@@ -125,7 +125,7 @@ class LocalPlanner(Planner):
         return self._fits[settings, share]
 
     def _fit(self, settings: Settings, share: float) -> Fit:
-        base = self.config_of(settings)
+        base = settings.engine(self.config)
         count, processes = self._counts(settings)
         weights, shared = self._with_form(base.model.weights)[1].weight_bytes, self._shared(base.model.weights)
         others = count * weights - (count - 1) * shared + processes * self.process_bytes
@@ -178,7 +178,7 @@ class LocalPlanner(Planner):
         """See Planner."""
         found = self.speeds.of(point.settings)
         assert found is not None, f"{point.settings} without a latency"
-        config = self.config_of(point.settings).with_options({"cache.memory": point.room.cache})
+        config = point.settings.engine(self.config).with_options({"cache.memory": point.room.cache})
         latency, disk = found.model, self._disk(config.tiers)
         if disk is not None:
             latency = replace(latency, links={**latency.links, "disk": disk})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from quire.cluster.drift import Patience, Phase, Replanner, Seen, TrafficStats, changes
 from quire.errors import ConfigError
-from quire.planning.drift import Patience, Phase, Replanner, Seen, TrafficStats, changes
 from tests.effort import tries
 
 PATIENCE = Patience(seconds=60.0, pause=600.0)
