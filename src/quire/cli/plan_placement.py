@@ -52,7 +52,7 @@ def add_arguments(parser: Arguments) -> None:
     group.add_argument("--rate", type=simulation_common.positive, metavar="X", help=text)
     text = "requests of a simulation, up to 20 times as many where targets are long against them"
     group.add_count("--requests", text=text, default=DEFAULTS["requests"])
-    text = "latency model of instances on cores, or ROLE=FILE for a role; one for each number of threads"
+    text = "latency model or profile of instances on cores, or ROLE=FILE for a role; one for each number of threads"
     group.add_argument("--latency", action="append", default=[], metavar="FILE", help=text)
     text = "prompts and decoding on different instances, in pairs within machines, or mixed (default: auto)"
     group.add_argument("--algorithm", choices=(*ALGORITHMS, "auto"), default=DEFAULTS["algorithm"], help=text)

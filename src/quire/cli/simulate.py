@@ -5,7 +5,8 @@ quire simulate MODEL --trace requests.jsonl --slo.ttft 0.4 --slo.tpot 0.1 --good
 quire simulate opt-66b --hardware a100-80g --parallel.tp 4 --trace requests.csv --slo.ttft 2.5 --slo.tpot 0.15 --goodput
 
 The engine's own scheduler, cache and router decide, and a latency model says how long steps take. --latency is a file
-of quire bench latency, or ROLE=FILE for instances of one role; without it a kept model of this machine is used.
+of quire bench latency or of quire plan hardware, or ROLE=FILE for instances of one role; without it a kept model of
+this machine is used.
 --hardware names GPUs that need not be here: their latencies follow from data sheets, and MODEL may also be a name such
 as opt-66b or a config.json without weights. A placement for such GPUs brings their memory and network. Settings of the
 engine and of the cluster are those of quire serve.
@@ -60,7 +61,7 @@ def add_arguments(parser: Arguments) -> None:
     load.add_switch("--fit", text="draw requests from distributions fitted to the trace")
     load.add_argument("--seed", type=int, default=0, metavar="N", help="of the requests that are drawn (default: 0)")
     times = parser.add_argument_group("latencies")
-    text = "latency model for all instances, or ROLE=FILE for a role; may be repeated"
+    text = "latency model or profile for all instances, or ROLE=FILE for a role; may be repeated"
     times.add_argument("--latency", action="append", default=[], metavar="FILE", help=text)
     times.add_argument("--hardware", metavar="NAME", help="GPUs of the instances: t4, a100-80g, h100, ...")
     text = "GPUs that share each layer of an instance, with --hardware (default: 1)"
