@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,22 @@ def test_modelled_gpus_need_no_files(folder: Path, capsys: pytest.CaptureFixture
     assert main(words_of(folder, "--algorithm", "mixed", "--plan.seconds", "0.5", machines="gpus")) == 0
     told = capsys.readouterr().out
     assert "predicted (modelled)" in told and "per GPU" in told and "rejected, modelled rates" in told
+    assert told.startswith("trace made")
+
+
+def test_instances_that_no_engine_runs_are_said_so_first(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights of 26 GB need two GPUs of 20 GB."""
+    (tmp_path / "small.toml").write_text('[nodes]\ngpus = 2\ngpu_memory = "20GB"\ndevice = "a100-40g"\n')
+    words = words_of(folder, "--algorithm", "mixed", "--plan.seconds", "0.1", machines="gpus")
+    words[words.index("--cluster.file") + 1] = str(tmp_path / "small.toml")
+    assert main(words) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"not served yet: tp \d pp \d is only modelled, because .* one process with one GPU", first)
+    assert not any("not served yet" in line for line in others)
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["made"]["warnings"][0] == first
 
 
 # A whole setup.

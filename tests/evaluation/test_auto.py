@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,6 +105,33 @@ def test_gpus_that_are_not_here_are_planned_for(
     assert told["chosen"]["loss"]["value"] == 0  # nothing lossy is known of a model in numbers
     names = {each["settings"] for each in (*told["finalists"], *told["left"])}
     assert any("tp 2" in name for name in names) and any("pp 2" in name for name in names)
+
+
+def test_a_division_that_no_engine_has_is_the_first_line_of_a_plan_and_of_its_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of 132 GB need several GPUs."""
+    monkeypatch.setattr(planning, "RUNGS", (Rung(10, 0.5, 2, confirms=True),))
+    Workload("made", [Arrival(1.0 * index, (Span(index, 400),), 4) for index in range(20)]).write(tmp_path / "trace")
+    file, words = (
+        tmp_path / "quire.toml",
+        ["--model.weights", "native", "--retain.budget", "off", "--cache.codec", "dense"],
+    )
+    command = [
+        "plan",
+        "auto",
+        "opt-66b",
+        "--hardware",
+        "a100-80g",
+        "--trace",
+        str(tmp_path / "trace"),
+        *TARGETS,
+        *words,
+    ]
+    assert main([*command, "--plan.seconds", "2", "--output", str(file)]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "not served yet" in line]
+    assert len(said) == 1 and re.match(r"not served yet: tp \d pp \d is only modelled", said[0])
+    assert file.read_text().startswith(f"# {said[0].partition(';')[0]}; this file leaves")
 
 
 def test_parts_of_a_trace_begin_elsewhere_for_each_seed_and_keep_their_gaps() -> None:

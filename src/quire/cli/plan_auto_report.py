@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli import shared
 from quire.config import ServeConfig, SloConfig, describe, format_bytes
+from quire.planning.divisions import not_served
 from quire.planning.points import PlanResult, SettingsPoint, Tried, named
 from quire.planning.search import Reason
 from quire.workload.slo import finite
@@ -24,6 +25,8 @@ REASONS = 5
 def show(planner: Planner, found: PlanResult) -> None:
     """Prints a plan."""
     goal = planner.goal
+    if told := not_served(*found.chosen.point.settings.division):
+        print(f"{told}; the file leaves it out")
     print(
         f"\nfrontier within {format_bytes(goal.memory)}: no settings serve more, lose less quality and need less memory"
         f" at once. The quality budget is {goal.quality:.2%}"
@@ -52,7 +55,7 @@ def show(planner: Planner, found: PlanResult) -> None:
     lacking = Counter(each.reason for each in found.rejected if each.why in (Reason.UNFIT, Reason.UNKNOWN))
     for reason, count in lacking.most_common(REASONS):
         print(f"  {count:,}: {reason}")
-    for warning in (*found.warnings, *remarks(chosen.point)):
+    for warning in found.warnings:
         print(f"note: {warning}")
 
 
@@ -90,14 +93,6 @@ def _memory(planner: Planner, point: SettingsPoint) -> str:
     return f"{format_bytes(point.room.total)} per {planner.unit} (modelled): {planner.memory_text(point)}"
 
 
-def remarks(point: SettingsPoint) -> list[str]:
-    """Remarks to read before the settings are served."""
-    parallel = point.settings.of("parallel")
-    if all(value == 1 for _, value in parallel.options):
-        return []
-    return [f"{parallel.name} is only modelled: an instance is one process with one GPU, and the file leaves it out"]
-
-
 def configuration(planner: Planner, found: PlanResult, file: Path, given: Mapping[str, str], serve: ServeConfig) -> str:
     """A file for `quire serve --config`: every setting of engine, cluster and targets, with predictions as comments.
 
@@ -107,7 +102,9 @@ def configuration(planner: Planner, found: PlanResult, file: Path, given: Mappin
     point = chosen.point
     planned = {**point.settings.options, "cache.memory": None}
     origins = {key: "planned" if key in planned and origin == "default" else origin for key, origin in given.items()}
+    told = not_served(*point.settings.division)
     lines = [
+        *([f"{told}; this file leaves it out.", ""] if told else []),
         f"quire serve {planner.name} --config {file}",
         "",
         f"Made by quire plan auto for {goal.load.workload.name} within {format_bytes(goal.memory)} and a quality budget"
@@ -116,7 +113,6 @@ def configuration(planner: Planner, found: PlanResult, file: Path, given: Mappin
         f"Quality lost: {_loss(point.loss)}, {point.loss.how}.",
         f"Memory: {_memory(planner, point)}.",
         f"Seconds of steps: {point.speed[0]}, {point.speed[1]}.",
-        *remarks(point),
     ]
     head = "".join(f"# {line}".rstrip() + "\n" for line in _wrapped(lines))
     ttft, tpot = finite(goal.slo.ttft), finite(goal.slo.tpot)
@@ -157,7 +153,7 @@ def facts(planner: Planner, found: PlanResult) -> dict[str, Any]:
             {"settings": named(planner.space, *each.option), "why": each.why, "reason": each.reason}
             for each in found.rejected
         ],
-        "warnings": list(found.warnings),
+        "warnings": [*filter(None, [not_served(*chosen.point.settings.division)]), *found.warnings],
     }
 
 

@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(placement.to_json(), end="")
         return 0
+    if placement.unserved:
+        print(placement.unserved)
     simulation_common.print_load(load)
     if len(found) > 1:
         _print_algorithms(found, slo)
@@ -198,7 +200,7 @@ def _print(placement: Placement, model: ModelOnCluster, slo: Slo, output: Path |
             f"check: an instance for prompts at {rate:.3g} requests/s has a mean TTFT of {simulated_mean} simulated,"
             f" {one_by_one} if it computed one prompt after the other, {closed} in closed form (M/G/1)"
         )
-    for warning in placement.warnings:
+    for warning in placement.warnings[bool(placement.unserved) :]:
         print(f"  {warning}")
     if placement.rejected:
         print(f"\nrejected, {origin} rates")

@@ -213,7 +213,7 @@ class Planner(ABC):
             search = HalvingSearch(
                 self.space, points, self.evaluate, goal.quality, self.made, self.refine,
                 lambda rung, done, total: tools.progress(f"points with {RUNGS[rung].requests} requests", done, total),
-                clock=tools.clock, deadline=self.end, rejected=self.rejected, warnings=warnings,
+                RUNGS, clock=tools.clock, deadline=self.end, rejected=self.rejected, warnings=warnings,
             )  # fmt: skip
             found = search.run()
         doubts = self.doubts(found.chosen.point)

@@ -212,7 +212,7 @@ def completed(
     return dataclasses.replace(
         placement,
         predicted=dataclasses.replace(placement.predicted, attainment=result.attainment),
-        warnings=(*placement.warnings, *_doubts(result, placement, goal)),
+        warnings=(*filter(None, [placement.unserved]), *placement.warnings, *_doubts(result, placement, goal)),
         workload={**workload, "cached": result.cached, **({} if goal.rate is None else {"rate": goal.rate})},
         slo={name: value for name, value in targets.items() if math.isfinite(value)},
         made=told,

@@ -112,6 +112,13 @@ class Pair:
 Option = Division | Pair
 
 
+def not_served(tp: int, pp: int) -> str:
+    """Why no engine runs an instance that is divided like this, as the first line of a plan; empty if engines do."""
+    if tp == pp == 1:
+        return ""
+    return f"not served yet: tp {tp} pp {pp} is only modelled, because an instance is one process with one GPU"
+
+
 @dataclass(frozen=True)
 class Needs:
     """What an instance of a model needs memory for, and how far the model can be divided.

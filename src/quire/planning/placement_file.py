@@ -11,7 +11,7 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.planning.cluster_file import ClusterSpec
-from quire.planning.divisions import Option, Role
+from quire.planning.divisions import Option, Role, not_served
 from quire.planning.search import Rejected
 from quire.records import above, made, read_fields
 
@@ -165,6 +165,11 @@ class Placement:
     def count(self, role: Role) -> int:
         """The number of instances of a role."""
         return sum(each.count for each in self.instances if each.role == role)
+
+    @property
+    def unserved(self) -> str:
+        """Why no engine runs the first of the instances that none runs; empty if all are served."""
+        return next((told for each in self.instances if (told := not_served(each.tp, each.pp))), "")
 
     @property
     def in_pairs(self) -> bool:
