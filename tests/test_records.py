@@ -21,6 +21,7 @@ class Whole:
     name: str
     parts: tuple[Part, ...] = ()
     sizes: dict[str, float] = field(default_factory=dict)
+    places: dict[str, Part] = field(default_factory=dict)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,8 @@ class Whole:
         ('{"name": "a", "parts": [{"size": 1e999}]}', r"parts\[0\]\.size is inf; it must be a finite number"),
         ('{"name": "a", "sizes": {"b": -1e999}}', r"sizes\.b is -inf"),
         ('{"name": "a", "parts": [{}, {"colour": 1}]}', r"unknown field 'parts\[1\]\.colour'"),
+        ('{"name": "a", "sizes": {"b": 1, "c": "2"}}', r"^sizes\.c: Expected `float`, got `str`"),
+        ('{"name": "a", "places": {"d": {"size": 1}, "e": {"size": []}}}', r"^places\.e\.size: Expected `float`"),
         ('{"name": 3}', "name: Expected `str`, got `int`"),
         ('{"parts": []}', "missing required field `name`"),
         ("[]", "Expected `object`, got `array`"),

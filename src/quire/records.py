@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import re
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,10 +48,31 @@ def made(kind: type[Made], fields: Any) -> Made:
     try:
         found = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        reason, _, at = str(error).partition(" - at `$")
-        raise ConfigError(f"{at.strip('.`')}: {reason}" if at else reason) from None
+        reason, _, place = str(error).partition(" - at `$")
+        at = _with_key(kind, fields, place.strip(".`"))
+        raise ConfigError(f"{at}: {reason}" if at else reason) from None
     _check(fields, msgspec.to_builtins(found), "")
     return found
+
+
+def _with_key(kind: type[Any], fields: Any, at: str) -> str:
+    """The place of an error, with the key of a mapping where the library writes [...]."""
+    import msgspec
+
+    head, dots, tail = at.partition("[...]")
+    if not dots:
+        return at
+    *before, name = re.findall(r"\w+", head)
+    holder = fields = copy.deepcopy(fields)
+    for part in before:
+        holder = holder[int(part) if isinstance(holder, list) else part]
+    for key, value in holder[name].items():
+        holder[name] = {key: value}
+        try:
+            msgspec.convert(fields, kind)
+        except msgspec.ValidationError:
+            return f"{head}.{key}{tail}"
+    return at
 
 
 def _check(given: Any, read: Any, at: str) -> None:

@@ -104,7 +104,7 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("conditions", "threads"), 1.5, "conditions.threads: Expected `int`, got `float`"),
     (("conditions", "disk_bandwidth"), "fast", "conditions.disk_bandwidth: Expected `float | null`, got `str`"),
     (("conditions", "shape"), 3, "conditions.shape: Expected `object`, got `int`"),
-    (("conditions", "shape", "hidden_size"), True, "conditions.shape[...]: Expected `int | str`, got `bool`"),
+    (("conditions", "shape", "hidden_size"), True, "conditions.shape.hidden_size: Expected `int | str`, got `bool`"),
     (("disk", "is_direct"), 1, "disk.is_direct: Expected `bool`, got `int`"),
     (("disk", "reads"), {}, "disk.reads: Expected `array`, got `object`"),
     (("disk", "reads", 0, "rate", "bandwidth"), -1.0, "disk.reads[0].rate: bandwidth is -1.0; it must be"),

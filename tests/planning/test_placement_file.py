@@ -11,7 +11,7 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.planning.divisions import Role
-from quire.planning.placement import Search, place_apart
+from quire.planning.placement import PlacementTask, place_apart
 from quire.planning.placement_file import Instances, Placement, read_placement
 from tests.planning.test_placement import MOTIVATION, SMALL, gpus, rates
 
@@ -19,7 +19,9 @@ from tests.planning.test_placement import MOTIVATION, SMALL, gpus, rates
 def planned() -> Placement:
     needs = dataclasses.replace(SMALL, num_layers=2)
     placement = place_apart(
-        Search(gpus(1, 4), needs, rates(MOTIVATION), rate=10.0, options_of=lambda candidate: {"cache.memory": "1GiB"})
+        PlacementTask(
+            gpus(1, 4), needs, rates(MOTIVATION), rate=10.0, options_of=lambda candidate: {"cache.memory": "1GiB"}
+        )
     )
     slo = {"ttft": 0.25, "tpot": 0.1, "attainment": 0.9}
     return dataclasses.replace(placement, workload={"name": "chat", "rate": 10.0}, slo=slo)
@@ -91,7 +93,7 @@ def edited(path: str, value: Any) -> str:
         (
             "instances/0/options",
             {"cache.memory": [1]},
-            "instances[0].options[...]: Expected `bool | int",
+            "instances[0].options.cache.memory: Expected `bool | int",
         ),
         ("instances/1/role", "prefill", "instances have the role prefill alone"),
         ("instances/0/role", "decode", "instances have the role decode alone"),
@@ -101,7 +103,7 @@ def edited(path: str, value: Any) -> str:
         ("predicted/unit", 3, "predicted.unit: Expected `str`, got `int`"),
         ("slo/ttft", -1, "slo.ttft is -1; it must be a number of at least 0"),
         ("slo/ttfb", 1, "unknown field 'slo.ttfb'; the fields are ttft, tpot, attainment"),
-        ("slo/ttft", "fast", "slo[...]: Expected `int | float`, got `str`"),
+        ("slo/ttft", "fast", "slo.ttft: Expected `int | float`, got `str`"),
         ("workload", 3, "workload: Expected `object`, got `int`"),
         ("made", None, "made: Expected `object`, got `null`"),
         ("predicted/rate", float("inf"), "Infinity is no number"),
