@@ -117,6 +117,11 @@ class PaperModel:
         growth = MILLI * token * work.decode_rows / batches
         return count * self.seconds(work) + growth * (count * (count - 1) / 2)
 
+    @property
+    def knots(self) -> tuple[int, ...]:
+        """See StepTime."""
+        return ()
+
     def covers(self, work: StepWork) -> bool:
         """See StepTime: prompts or decoding sequences, with lengths that OPT has."""
         if work.prompt_rows and work.decode_rows:
@@ -192,6 +197,11 @@ class AppendixModel:
         assert not work.prompt_rows, f"a quiet step with {work.prompt_rows} rows of prompts"
         growth = self.c5 * 3 * self.hidden * work.decode_rows
         return count * self.seconds(work) + growth * (count * (count - 1) / 2)
+
+    @property
+    def knots(self) -> tuple[int, ...]:
+        """See StepTime."""
+        return ()
 
     def covers(self, work: StepWork) -> bool:
         """See StepTime: prompts or decoding sequences."""

@@ -33,7 +33,7 @@ class Whole:
         ('{"name": "a", "sizes": {"b": 1, "c": "2"}}', r"^sizes\.c: Expected `float`, got `str`"),
         ('{"name": "a", "places": {"d": {"size": 1}, "e": {"size": []}}}', r"^places\.e\.size: Expected `float`"),
         ('{"name": 3}', "name: Expected `str`, got `int`"),
-        ('{"parts": []}', "missing required field `name`"),
+        ('{"parts": []}', "^name is missing"),
         ("[]", "Expected `object`, got `array`"),
     ],
 )

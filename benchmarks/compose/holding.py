@@ -79,6 +79,11 @@ class Instant:
         """See StepTime."""
         return STEP_SECONDS * count
 
+    @property
+    def knots(self) -> tuple[int, ...]:
+        """See StepTime."""
+        return ()
+
     def covers(self, work: StepWork) -> bool:
         """Whatever it is."""
         return True

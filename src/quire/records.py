@@ -50,6 +50,8 @@ def made(kind: type[Made], fields: Any) -> Made:
     except msgspec.ValidationError as error:
         reason, _, place = str(error).partition(" - at `$")
         at = _with_key(kind, fields, place.strip(".`"))
+        if missing := re.fullmatch(r"Object missing required field `(\w+)`", reason):
+            raise ConfigError(f"{at}.{missing[1]}".strip(".") + " is missing") from None
         raise ConfigError(f"{at}: {reason}" if at else reason) from None
     _check(fields, msgspec.to_builtins(found), "")
     return found

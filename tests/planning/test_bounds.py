@@ -11,7 +11,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.build import resolve
-from quire.planning.bounds import Bound, RequestStats
+from quire.planning.bounds import Bound, RequestStats, joint_bound
 from quire.simulation.attains import bound_of, ceiling_of
 from quire.simulation.bulk import simulate_bulk
 from quire.simulation.engine import Plan
@@ -146,3 +146,16 @@ def test_a_share_that_is_reached_but_for_rounding_is_reached() -> None:
     zeros = np.zeros(100)
     seconds = FITTED.seconds(StepWork(prompt_rows=100)) / 100 * 11
     assert Bound(FITTED, 256, 8).prompts(RequestStats(rows, zeros, zeros, zeros, zeros), Slo(seconds, 1.0, 0.93)) > 0
+
+
+def test_instances_of_three_roles_serve_what_each_serves() -> None:
+    """Prompts and decoding apart serve as much as the slower ones; mixed instances serve beside them."""
+    made_up = LatencyModel({}, {"base": 0.01, "rows_from_1": 1e-4, "context": 1e-6}, (1,), {}, {})
+    bound = Bound(made_up, 256, 16)
+    asked = RequestStats.of(Workload("w", [Arrival(float(each), (Span(each, 90),), 9) for each in range(20)]))
+    prompts, decoding, mixed = (bound.of(role, asked, ANYTHING) for role in ("prefill", "decode", "mixed"))
+    roles = [("prefill", 2, bound), ("decode", 1, bound), ("mixed", 3, bound)]
+    assert joint_bound(roles, asked, ANYTHING) == pytest.approx(3 * mixed + min(2 * prompts, decoding))
+    assert joint_bound(roles[:1], asked, ANYTHING) == pytest.approx(2 * prompts)
+    assert joint_bound(roles[::2], asked, ANYTHING) == pytest.approx(2 * prompts + 3 * mixed)
+    assert joint_bound([*roles, roles[1]], asked, ANYTHING) == pytest.approx(3 * mixed + min(2 * prompts, 2 * decoding))

@@ -16,7 +16,7 @@ from quire.planning.placement import PlacementError
 from quire.planning.placement_file import Instances, Placement, Predicted
 from quire.simulation import parts
 from quire.simulation.load import Load
-from quire.simulation.parts import Parts, begun, decoded
+from quire.simulation.parts import Parts, simulate_decoding, simulate_prompts
 from quire.simulation.run import SimulationRun, quickly
 from quire.simulation.search import OptionTrials
 from quire.simulation.setup import Setup
@@ -64,10 +64,10 @@ def test_prompts_whose_steps_are_skipped_take_as_long_as_an_engine_s(
     setup = made.model.setup_of(option)
     for rate in (2.0, 8.0, 20.0):
         given = setup.replicas[0], setup.ways, made.load.drawn(rate, 0), 0.01, 0
-        skipped = begun(*given)
+        skipped = simulate_prompts(*given)
         with monkeypatch.context() as patch:
             patch.setattr(parts, "may_skip", lambda replicas: False)
-            whole = begun(*given)
+            whole = simulate_prompts(*given)
         assert skipped.first == pytest.approx(whole.first, abs=1e-9), rate
         assert skipped.num_cached.tolist() == whole.num_cached.tolist()
 
@@ -165,7 +165,7 @@ def test_only_what_the_receiver_lacks_is_sent() -> None:
     workload = Workload("alike", [Arrival(10.0 * index, prompt, 5) for index, prompt in enumerate(prompts)])
     made = planner(Slo(), between=200_000_000, workload=workload)
     setup = made.model.setup_of(Division(Role.DECODE))
-    found = decoded(setup.replicas[0], setup.ways, workload, 0)
+    found = simulate_decoding(setup.replicas[0], setup.ways, workload, 0)
     first, second = (found.last - found.first).tolist()
     assert first - second == pytest.approx(256 * setup.replicas[0].plan.sizes.bytes_per_token / 2e8, rel=1e-3)
 

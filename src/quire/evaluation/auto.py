@@ -123,7 +123,7 @@ class Planner(ABC):
     config   of the engines, as far as no axis decides it
     cluster  numbers and placement of the instances, as far as no axis decides them
     quality  what is known, and measured; None for a model without a checkpoint
-    rejected settings that are not searched, and why
+    rejected  settings that are not searched, and why
     unit     what goodput is counted for
     """
 
@@ -348,7 +348,7 @@ class Planner(ABC):
     # ---- what the search asks for --------------------------------------------------------------------------------
 
     def evaluate(self, trials: Sequence[Trial], rung: Rung, end: float) -> list[Goodput | None]:
-        """See Search."""
+        """See HalvingSearch."""
         goal, load = self.goal, replace(self.goal.load, count=rung.requests)
         fresh = fresh_seeds(load, goal.seed, CONFIRMATIONS) if rung.confirms else ()
         infeasible = Goodput(0.0, 0.0, Verdict.INFEASIBLE, confirmed=False, target=goal.slo.attainment)
@@ -367,15 +367,15 @@ class Planner(ABC):
         return [noted(each, load, goal.slo) if each is not None and each.rate else each for each in found]
 
     def made(self, settings: Settings, share: float) -> SettingsPoint | None:
-        """See Search."""
+        """See HalvingSearch."""
         try:
             return self._made(settings, share)
         except ConfigError:
             return None
 
     def refine(self, points: Sequence[SettingsPoint]) -> list[SettingsPoint | None]:
-        """See Search: measures quality and steps of points for which they are modelled or little known, as far as there
-        is time.
+        """See HalvingSearch: measures quality and steps of points for which they are modelled or little known, while
+        there is time.
         """
         now = self.tools.clock()
         end = now + REFINE_PART * max(0.0, self.end - now)

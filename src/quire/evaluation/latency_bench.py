@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cache.costs import LATENCY
 from quire.cache.ledger import PAGE_TOKENS
+from quire.cluster.members import ROLES
 from quire.config import EngineConfig, RetainConfig
 from quire.engine.engine import Engine
 from quire.engine.machine import hardware_of
@@ -32,8 +33,6 @@ from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.llm import LLM
-
-ROLES = ("prefill", "decode", "mixed")
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class LatencyFiles:
             role, equals, file = word.partition("=")
             if not equals or role not in ROLES:
                 role, file = "", word
-            self.sources.append((role, file, read_source(Path(file))))
+            self.sources.append((role, file, read_step_time(Path(file))))
         if not words:
             self.sources = [("", str(path), model) for path, model in kept_models(kept_folder())]
 
@@ -147,14 +146,17 @@ class LatencyFiles:
         )
 
 
-def read_source(path: Path) -> LatencyModel | Profile:
+def read_step_time(path: Path) -> LatencyModel | Profile:
     """A latency model, or a profile of a machine. Raises ConfigError that names the file, and the field if one is
     invalid.
     """
     fields = read_fields(path, "latency model")
     try:
-        is_profile = isinstance(fields, dict) and "conditions" in fields
-        return profile_of(fields) if is_profile else LatencyModel.of(fields)
+        if not isinstance(fields, dict) or not {"conditions", "coefficients"}.intersection(fields):
+            raise ConfigError(
+                "neither a latency model nor a profile; quire bench latency MODEL --output FILE makes a model"
+            )
+        return profile_of(fields) if "conditions" in fields else LatencyModel.of(fields)
     except ConfigError as error:
         raise ConfigError(f"latency model {path}: {error}") from None
 

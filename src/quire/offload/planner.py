@@ -102,7 +102,7 @@ def model_of(
     links, disk = links_of(profile), profile.disk
     products = sum(profile.products.at(rows) for rows in passes)
     pairs = workload.pairs(block)
-    attention = prompt_attention(profile, workload.prompt_tokens, pairs)
+    attention = prompt_attention(profile, workload.prompt_tokens, pairs, workload.prompt_tokens**2)
     fixed = beside_layers(profile, block, len(passes), corrections.prefill)
     prefill = Rates(
         links,

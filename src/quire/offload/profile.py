@@ -189,7 +189,7 @@ class Attention:
         ).at(rows)
 
     def of_rows(self, rows: float) -> SecondsCurve:
-        """Seconds of so many rows over the context of each."""
+        """Seconds of a number of rows over the context of each."""
         columns = zip(*self.seconds, strict=True)
         return SecondsCurve(self.contexts, tuple(SecondsCurve(self.rows, column).at(rows) for column in columns))
 

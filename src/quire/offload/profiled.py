@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.offload.costs import TierLink, Traffic
-from quire.timing.latency import Origin, StepWork
+from quire.timing.latency import Origin, StepWork, pairs_of
 
 if TYPE_CHECKING:
     from quire.offload.costs import Sizes
@@ -38,12 +38,13 @@ def links_of(profile: Profile) -> tuple[TierLink, ...]:
     return TierLink(Traffic.alike(up), Traffic.alike(down)), found
 
 
-def prompt_attention(profile: Profile, tokens: float, pairs: float) -> float:
-    """Seconds of a layer's attention to prompts of some tokens each, without corrections.
+def prompt_attention(profile: Profile, tokens: float, pairs: float, whole: float) -> float:
+    """Seconds of a layer's attention of prompts, or of slices of them that end at some tokens. Without corrections.
 
-    pairs  of query and key; causal masks halve nothing
+    pairs  of a query and a key that the rows have
+    whole  the same of a whole prompt of so many tokens
     """
-    return profile.prompt.at(tokens) * pairs / tokens**2
+    return profile.prompt.at(tokens) * pairs / whole
 
 
 def beside_layers(profile: Profile, sequences: float, passes: float, factor: float) -> float:
@@ -58,7 +59,11 @@ def beside_layers(profile: Profile, sequences: float, passes: float, factor: flo
 
 @dataclass(frozen=True)
 class ProfiledTime:
-    """See StepTime. weights: where they are; cache and activations are on the first tier."""
+    """See StepTime. weights: where they are; cache and activations are on the first tier.
+
+    Of prompts only the mean of their slices' ends is known. A slice has its share of the pairs of a prompt that ends
+    where it does.
+    """
 
     profile: Profile
     sizes: Sizes
@@ -90,8 +95,13 @@ class ProfiledTime:
             work.rows <= most * profile.products.counts[-1]
             and work.decode_rows <= most * profile.attention.rows[-1]
             and work.context / rows <= most * profile.attention.contexts[-1]
-            and work.prompt_rows <= most * profile.prompt.counts[-1] * max(1, work.num_prompts)
+            and _mean_end(work) <= most * profile.prompt.counts[-1]
         )
+
+    @property
+    def knots(self) -> tuple[int, ...]:
+        """See StepTime."""
+        return self.profile.products.counts
 
     def _layers(self, work: StepWork, decoding: Floats) -> Floats:
         """Seconds of steps. decoding: of a layer's attention of the rows that decode, f64 [n]."""
@@ -99,8 +109,8 @@ class ProfiledTime:
         factor = profile.corrections.prefill if work.prompt_rows else profile.corrections.decode
         prompts = 0.0
         if work.prompt_rows:
-            tokens = work.prompt_rows / max(1, work.num_prompts)
-            prompts = prompt_attention(profile, tokens, 2 * work.prompt_pairs)
+            end = _mean_end(work)
+            prompts = prompt_attention(profile, end, work.prompt_pairs, pairs_of(0, end, sizes.window))
         beside = beside_layers(profile, work.decode_rows + work.num_prompts, 1, factor)
         compute = factor * (profile.products.at(work.rows) + prompts + decoding) + beside / sizes.num_layers
         slowest, total = np.maximum(compute, max(self._loads)), compute + sum(self._loads)
@@ -133,3 +143,10 @@ class ProfiledTime:
             self.weights.beyond(index) * self.sizes.layer_bytes / link.up.weights
             for index, link in enumerate(links_of(self.profile))
         )
+
+
+def _mean_end(work: StepWork) -> float:
+    """Tokens of the prompts up to the ends of their slices, on average: r rows from s on have r (s + r / 2) pairs."""
+    if not work.prompt_rows:
+        return 0.0
+    return work.prompt_pairs / work.prompt_rows + work.prompt_rows / (2 * max(1, work.num_prompts))

@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from quire.planning.goodput import ROUNDING
-from quire.timing.latency import LatencyModel, StepTime, StepWork
+from quire.timing.latency import StepTime, StepWork
 from quire.workload.slo import Slo
 from quire.workload.workload import Floats, Workload
 
@@ -164,8 +164,10 @@ class Bound:
 
     def _sizes(self, most: int) -> Iterator[int]:
         """Sizes of which one is the cheapest per row: latencies bend at their knots, and nowhere else."""
-        knots = self.latency.knots if isinstance(self.latency, LatencyModel) else ()
-        yield from {*(size for size in (*knots, *(1 << power for power in range(21))) if 0 < size < most), most}
+        yield from {
+            *(size for size in (*self.latency.knots, *(1 << power for power in range(21))) if 0 < size < most),
+            most,
+        }
 
 
 def joint_bound(instances: Iterable[tuple[str, int, Bound]], asked: RequestStats, slo: Slo) -> float:

@@ -117,30 +117,48 @@ def step_time(profile: Profile, name: str, config: EngineConfig) -> ProfiledTime
     """The seconds of an engine's steps on the machine of a profile.
 
     name    of the model, as for `LLM`
-    config  of the engine, without automatic values. offload.mode is off, or a policy that places weights alone
+    config  of the engine, without automatic values. offload.mode is off, or a policy that places weights alone and
+            computes all sequences at once
     Raises ConfigError if the profile is not for this, or does not say how long the engine's steps take.
     """
-    subject, measured = Subject.of(name, config), profile.conditions
-    # The machine need not be this one.
-    profile.check(
-        dataclasses.replace(
-            subject.conditions(), processor=measured.processor, kernels=measured.kernels, device=measured.device
-        )
-    )
+    subject, offload = Subject.of(name, config), config.offload
+    _check_machine(profile, subject)
     if subject.keeps_cache:
         raise ConfigError(
-            "a profile has no speed of retention, tiers and sparse values; measure with quire bench latency"
+            "a profile has no speed of retention, tiers and sparse values; measure them with quire bench latency"
         )
-    if not config.offload.is_on:
+    if not offload.is_on:
         return ProfiledTime(profile, subject.sizes, Split((ALL, *[NONE] * (len(profile.tiers) - 1))))
-    if config.offload.mode == "auto":
+    if offload.mode == "auto":
         raise ConfigError(
-            "offload.mode is auto, which decides at the start of an engine; give a policy of quire plan offload"
+            "offload.mode is auto, and an engine places its weights when it starts; give a policy of quire plan offload"
         )
-    policy = read_policy(Path(config.offload.mode), profile.tiers)
+    for key, is_set in (("cache", offload.cache is not None), ("overlap", not offload.overlap)):
+        if is_set:
+            raise ConfigError(f"offload.{key} is set, and a profile does not say what steps take with it; leave it out")
+    policy = read_policy(Path(offload.mode), profile.tiers)
     if policy.cache.beyond(0) > 0 or policy.hidden.beyond(0) > 0:
         raise ConfigError(
-            f"{config.offload.mode} places cache or activations on other tiers, and the seconds of steps are known for"
-            " weights alone; plan with --only-weights"
+            f"{offload.mode} places cache or activations on other tiers, and the seconds of steps are known for weights"
+            " alone; plan with --only-weights"
+        )
+    micro_batch, most = offload.micro_batch or policy.micro_batch, config.scheduler.max_running
+    if micro_batch < most:
+        raise ConfigError(
+            f"{offload.mode} has micro-batches of {micro_batch}, and {most} sequences may run (scheduler.max_running);"
+            f" the seconds of steps are known for one micro-batch: plan with --micro-batch {most} --num-batches 1"
         )
     return ProfiledTime(profile, subject.sizes, policy.weights)
+
+
+def _check_machine(profile: Profile, subject: Subject) -> None:
+    """Raises ConfigError if a profile is not for the model and its settings. Its processor and its GPU may be those of
+    another machine.
+    """
+    measured, wanted = profile.conditions, subject.conditions()
+    wanted = dataclasses.replace(wanted, processor=measured.processor, kernels=measured.kernels)
+    if bool(measured.device) == subject.has_device:
+        wanted = dataclasses.replace(wanted, device=measured.device)
+    if not subject.config.offload.is_on:  # nothing is read
+        wanted = dataclasses.replace(wanted, disk_bandwidth=measured.disk_bandwidth)
+    profile.check(wanted)

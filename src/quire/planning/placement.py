@@ -265,11 +265,12 @@ class _Walk(Search[Option], ABC):
 
     def __init__(self, task: PlacementTask, roles: Sequence[Sequence[Option]]) -> None:
         budget = task.budget or Budget(math.inf, lambda: 0.0)
-        super().__init__(clock=budget.clock, deadline=budget.clock() + budget.seconds)
+        super().__init__(clock=budget.clock)
         self.task = task
         self.roles = roles
         self.phases = [_Phase(task, self._admit(options)) for options in roles]
         self._num_options = sum(len(phase.left) for phase in self.phases)
+        self.deadline = budget.clock() + budget.seconds
         self._num_done = 0
 
     @abstractmethod

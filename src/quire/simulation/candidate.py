@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from quire.cluster.members import ROLES
 from quire.config import ClusterConfig, EngineConfig
 
 if TYPE_CHECKING:
     from quire.simulation.setup import Setup
-
-ROLES = ("prefill", "decode", "mixed")
 
 
 @dataclass(frozen=True)

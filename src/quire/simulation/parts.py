@@ -69,6 +69,11 @@ class OnlyDecoding:
         """See StepTime."""
         return self.latency.quiet(work, count)
 
+    @property
+    def knots(self) -> tuple[int, ...]:
+        """See StepTime."""
+        return self.latency.knots
+
     def covers(self, work: StepWork) -> bool:
         """See StepTime."""
         return not work.decode_rows or self.latency.covers(_decoding(work))
@@ -141,22 +146,22 @@ class Parts:
         if len(by_role) == 2:
             return _tandem(by_role["prefill"], by_role["decode"], ways, workload, self.tpot, seed, progress)
         if "decode" in by_role:
-            return decoded(by_role["decode"], ways, workload, seed, progress)
+            return simulate_decoding(by_role["decode"], ways, workload, seed, progress)
         if "prefill" in by_role:
-            found = begun(by_role["prefill"], ways, workload, self.tpot, seed, progress)
+            found = simulate_prompts(by_role["prefill"], ways, workload, self.tpot, seed, progress)
         else:
             found = _skipping_or_alone(by_role["mixed"], ways, workload, seed, progress)
         return found.counting(workload.counted)
 
 
-def begun(
+def simulate_prompts(
     replicas: Replicas, ways: Bandwidths, workload: Workload, tpot: float, seed: int, progress: Progress = _untold
 ) -> Outcome:
     """The first tokens of an instance that computes prompts. tpot: see Parts."""
     return _skipping_or_alone(replicas, ways, prompts_of(workload, tpot), seed, progress)
 
 
-def decoded(
+def simulate_decoding(
     replicas: Replicas, ways: Bandwidths, workload: Workload, seed: int, progress: Progress = _untold
 ) -> Outcome:
     """The answers of an instance that decodes. Of a request, the first token comes when its transfer is asked for."""
@@ -192,13 +197,13 @@ def _tandem(
     progress: Progress,
 ) -> Outcome:
     """An instance that computes prompts and one that decodes them."""
-    prompts = begun(computing, ways, workload, tpot, seed)
+    prompts = simulate_prompts(computing, ways, workload, tpot, seed)
     is_begun, num_out = np.isfinite(prompts.first), workload.columns.num_out
     bulk = _bulk_seconds(decoding, ways, workload.prompt_tokens - workload.cached_tokens)
     there = prompts.first - ways.server - ways.hop + _transfer_seconds(ways, bulk)
     at = np.where(is_begun, there, prompts.arrived)
     order = np.argsort(at, kind="stable")
-    answers = decoded(decoding, ways, arriving(workload, at), seed, progress)
+    answers = simulate_decoding(decoding, ways, arriving(workload, at), seed, progress)
     seconds = np.full(len(at), np.inf)
     is_ended = np.isfinite(answers.last)
     seconds[order[is_ended]] = answers.last[is_ended] - answers.first[is_ended]
@@ -212,7 +217,7 @@ def _tandem(
 
 
 def _bulk_seconds(replicas: Replicas, ways: Bandwidths, num_tokens: Ints) -> Floats:
-    """Seconds that caches of so many tokens keep the link of their receiver: f64 [n]."""
+    """Seconds that caches keep the link of their receiver: f64 [n]. num_tokens: of each."""
     return np.asarray(num_tokens * seconds_per_token(replicas, ways), np.float64)
 
 

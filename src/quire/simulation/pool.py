@@ -102,7 +102,7 @@ Pool = InProcess | Workers
 
 @contextlib.contextmanager
 def pool_of(processes: int) -> Iterator[Pool]:
-    """What simulates, with so many processes."""
+    """What simulates. processes: at once."""
     if processes == 1:
         yield InProcess()
     else:

@@ -16,7 +16,7 @@ import numpy as np
 from quire.planning.queueing import mean_wait, waits
 from quire.simulation.engine import Plan
 from quire.simulation.load import Load
-from quire.simulation.parts import begun, prompts_of
+from quire.simulation.parts import prompts_of, simulate_prompts
 from quire.simulation.setup import Setup
 from quire.timing.latency import StepWork, pairs_of
 
@@ -44,7 +44,7 @@ def queue_check(setup: Setup, load: Load, tpot: float, rate: float, seed: int) -
     """Simulates one instance for prompts at a rate. tpot: see Parts."""
     (replicas,), ways = setup.replicas, setup.ways
     drawn = load.drawn(rate, seed)
-    outcome, workload = begun(replicas, ways, drawn, tpot, seed), prompts_of(drawn, tpot)
+    outcome, workload = simulate_prompts(replicas, ways, drawn, tpot, seed), prompts_of(drawn, tpot)
     alone = np.array(
         [
             prompt_seconds(replicas.plan, cached, whole)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -80,7 +81,7 @@ class ModelOnCluster(ABC):
         return {key: value for key, value in given.items() if value != usual[key] and value is not None}
 
     def candidate(self, counts: Mapping[Division, int], *, in_pairs: bool = False) -> Candidate:
-        """So many instances of each division, behind a router."""
+        """Instances behind a router. counts: of each division."""
         groups = tuple(
             InstanceGroup(each.role, self.config.with_options(self.options_of(each)), count, each.tp, each.pp)
             for each, count in counts.items()
@@ -105,7 +106,9 @@ class ModelOnCluster(ABC):
 
     def setup(self, placement: Placement) -> Setup:
         """All instances of a placement."""
-        counts = {self.division_of(each): each.count for each in placement.instances}
+        counts = Counter[Division]()
+        for each in placement.instances:
+            counts[self.division_of(each)] += each.count
         return self.maker.setup(self.candidate(counts, in_pairs=placement.in_pairs))
 
     def division_of(self, instances: Instances) -> Division:

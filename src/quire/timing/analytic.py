@@ -226,6 +226,11 @@ class AnalyticModel:
         )
         return (count * self._through(fixed, batches) + growing) * max(1.0, batches * self._widest)
 
+    @property
+    def knots(self) -> tuple[int, ...]:
+        """See StepTime."""
+        return ()
+
     def covers(self, work: StepWork) -> bool:
         """See StepTime. A formula has no measured range, but a cache has a size."""
         return work.unique <= self.cache_tokens

@@ -116,6 +116,11 @@ class StepTime(Protocol):
         """Whether a step lies within what the seconds are known for."""
         ...
 
+    @property
+    def knots(self) -> tuple[int, ...]:
+        """Rows at which the seconds of a row change; powers of two need not be among them."""
+        ...
+
 
 @dataclass(frozen=True)
 class Link:
