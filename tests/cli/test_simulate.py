@@ -263,7 +263,7 @@ def test_errors_are_one_line_that_says_what_to_do(
         (["simulate", *GPU, *trace, "--cache.memory", "200GiB"], "cache.memory is 200GiB"),
         (["simulate", *GPU, *trace, "--model.max_context", "5000"], "this model serves at most 4096"),
         ([*words[:2], *trace, "--latency", str(tmp_path / "threads.json")], "made with runtime.threads 7"),
-        ([*words[:2], *trace, "--latency", str(tmp_path / "bad.json")], "not a latency model"),
+        ([*words[:2], *trace, "--latency", str(tmp_path / "bad.json")], "neither a latency model nor a profile"),
         ([*words[:2], *trace, "--latency", f"decode={folder / 'latency.json'}"], "no --latency is for instances"),
         ([*words, "--cluster.placement", str(tmp_path / "two.json")], "--hardware NAME simulates more"),
         ([*words, "--trace", str(tmp_path / "none.csv")], "cannot read the workload"),
