@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from quire.planning.queueing import waits
-from quire.simulation.attains import Attains
 from quire.simulation.bulk import simulate_bulk
 from quire.simulation.cluster import Alone
 from quire.simulation.engine import make_engine
@@ -41,29 +37,6 @@ def test_a_request_must_meet_both_targets() -> None:
     assert found.attainment(slo) == pytest.approx(0.8)
     assert (found.ttft <= 0.5).mean() == (found.tpot <= 0.1).mean() == pytest.approx(0.9)
     assert found.attainment(slo.scaled(2)) == pytest.approx(0.9) and found.attainment(slo.scaled(5.01)) == 1.0
-
-
-def test_what_few_requests_clearly_miss_is_not_simulated_with_more() -> None:
-    runs: list[tuple[str, float, int]] = []
-
-    def made(kind: str, share_of: Callable[[float, int], float]) -> Callable[[float, int], Any]:
-        def run(rate: float, seed: int) -> Any:
-            runs.append((kind, rate, seed))
-            num_met = round(100 * share_of(rate, seed))
-            found = outcome([0.1] * num_met + [0.9] * (100 - num_met), [0.01] * 100)
-            return SimpleNamespace(count=100, outcome=lambda progress: found)
-
-        return run
-
-    # With few requests the rates 1, 2 and 3 attain these shares, or a little more or less; with many, 0.9 and 0.5.
-    few = made("few", lambda rate, seed: {1: 0.95, 2: 0.75, 3: 0.65}[int(rate)] + (0.05 if seed else -0.05))
-    many = made("many", lambda rate, seed: {1: 0.9, 2: 0.5}[int(rate)])
-    attains = Attains(many, Slo(0.5, 0.1, 0.9), groups=((0, 1),), first=few)
-    assert attains(1.0, 0) == attains(1.0, 1) == 0.9
-    assert attains(2.0, 0) == 0.5, "0.75 is not clearly less than 0.9, though seed 0 alone would be"
-    assert attains(3.0, 1) == pytest.approx(0.7) and attains(3.0, 0) == pytest.approx(0.6)
-    pairs = [(kind, rate, seed) for rate in (1.0, 2.0) for kind in ("few", "many") for seed in (0, 1)]
-    assert runs == [*pairs, ("few", 3.0, 0), ("few", 3.0, 1)]
 
 
 def test_the_time_per_token_leaves_out_the_first() -> None:

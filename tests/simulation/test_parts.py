@@ -9,14 +9,11 @@ import numpy as np
 import pytest
 
 from quire.config import ClusterConfig
-from quire.planning.goodput import Goodput
-from quire.simulation.attains import noted
 from quire.simulation.load import Load
 from quire.simulation.parts import Parts, arriving, prompts_of
 from quire.simulation.run import SimulationRun, quickly
 from quire.simulation.setup import Setup
 from quire.workload.fitted import fit
-from quire.workload.slo import Slo
 from quire.workload.workload import Arrival, Span, Workload
 from tests.cli.test_simulate import folder as folder
 from tests.cli.test_simulate import local as local
@@ -46,23 +43,6 @@ def test_conversations_arrive_at_the_rate_that_is_asked_for(rate: float, local: 
     assert SimulationRun(setup, Load(workload, 60), 4.0).outcome().offered < 3.5, (
         "a replay begins with first turns alone"
     )
-
-
-def test_few_requests_for_a_loose_target_are_a_doubt() -> None:
-    load = Load(made_workload(), 60)
-    found = noted(Goodput(10.0, 0.95), load, Slo(4.0, attainment=0.9))
-    (told,) = found.doubts
-    # 60 requests in 6 s: with 5.74 requests/s the 54th waits for 4 s.
-    assert "up to 43% of this rate" in told and "--requests" in told
-    assert not noted(Goodput(10.0, 0.95), load, Slo(0.2, attainment=0.9)).doubts
-    assert not noted(Goodput(10.0, 0.95), load, Slo(tpot=0.1, attainment=0.9)).doubts
-    turns = [
-        Arrival(float(index), (Span(index, 9),), 2, index - 1 if index % 2 else -1, 1e4 * (index % 2))
-        for index in range(20)
-    ]
-    days = Workload("days", turns)
-    (told,) = noted(Goodput(1.0, 0.95), Load(days, 20, fit(days)), Slo(0.2)).doubts
-    assert "conversations pause so long" in told
 
 
 def test_a_pair_as_a_tandem_is_like_a_cluster(local: Callable[..., Setup]) -> None:

@@ -1,0 +1,48 @@
+"""Drivers of a load: whole setups, exactly and with skipped steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.planning.placement_file import Instances, Placement, Predicted
+from quire.simulation.load import Load
+from quire.simulation.run import SimulationRun, quickly
+from quire.simulation.search import OptionTrials
+from quire.simulation.setup import Setup
+from quire.workload.slo import Slo
+from quire.workload.workload import Arrival, Span, Workload
+from tests.cli.test_plan_placement import _quick as _quick
+from tests.cli.test_plan_placement import made_workload, planner
+
+
+def setup_of_three(planned: OptionTrials, **fields: Any) -> Setup:
+    placement = Placement((Instances("mixed", 3),), Predicted(3.0, 3.0, "GPU", 1.0, 0.9))
+    return dataclasses.replace(planned.model.setup(placement), **fields)
+
+
+def test_a_whole_setup_is_simulated_with_its_routing() -> None:
+    planned = planner(Slo())
+    load = Load(made_workload(40), 40)
+    found = {
+        routing: SimulationRun(setup_of_three(planned, routing=routing), load, 12.0, 0, quickly).outcome().last
+        for routing in ("expected", "queue", "affinity")
+    }
+    for routing, last in found.items():
+        exact = SimulationRun(setup_of_three(planned, routing=routing), load, 12.0, 0).outcome()
+        assert exact.last == pytest.approx(last, rel=0.03), routing
+    assert not np.array_equal(found["expected"], found["affinity"])
+
+
+def test_a_cluster_that_fetches_prefixes_skips_no_steps() -> None:
+    planned = planner(Slo())
+    alike = Workload("alike", [Arrival(0.1 * each, (Span(1, 256), Span(10 + each, 40)), 5) for each in range(20)])
+    load, setup = Load(alike, 20), setup_of_three(planned)
+    found = SimulationRun(setup, load, 12.0, 0, quickly).outcome()
+    assert np.array_equal(found.last, SimulationRun(setup, load, 12.0, 0).outcome().last)
+    assert any("neighbour" in str(each.counters) for each in found.used)
+    alone = SimulationRun(dataclasses.replace(setup, fetches=False), load, 12.0, 0, quickly).outcome()
+    assert not any("neighbour" in str(each.counters) for each in alone.used)
