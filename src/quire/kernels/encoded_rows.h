@@ -190,7 +190,7 @@ inline void add_late(const uint8_t* slot, const float* weights, int columns, flo
         each<4>([&](auto quarter) {
             each<4>([&](auto i) {
                 float* at = late + (i * columns + slot[t + 4 * quarter + i]) * FEW_ROWS;
-                _mm_storeu_ps(at, _mm_add_ps(_mm_loadu_ps(at), _mm512_extractf32x4_ps(slots[i], quarter)));
+                _mm_storeu_ps(at, _mm_add_ps(_mm_loadu_ps(at), _mm512_extractf32x4_ps(slots[i], decltype(quarter)::value)));
             });
         });
     }

@@ -112,8 +112,18 @@ class Target:
         """Of weights, activations and dense pages."""
         return self.shape.dtype if config.model.dtype == "auto" else config.model.dtype
 
+    @cached_property
+    def _weight_bytes(self) -> dict[tuple[str, str], float]:
+        return {}
+
     def weight_bytes(self, config: EngineConfig) -> float:
         """Of all weights, as they are held."""
+        key = self.dtype(config), config.model.weights
+        if key not in self._weight_bytes:
+            self._weight_bytes[key] = self._sum_weights(config)
+        return self._weight_bytes[key]
+
+    def _sum_weights(self, config: EngineConfig) -> float:
         shape, kinds = self._checkpoint
         found, item = 0.0, ITEM_BYTES[self.dtype(config)]
         for name, size in shape.tensor_shapes.items():
