@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 from common import ROOT, format_table
+from queues import poisson_arrivals
 
-from quire.planning.queueing import poisson_arrivals
 from quire.workload.workload import Arrivals, Floats, Ints, Workload
 
 CASES = {
