@@ -16,7 +16,10 @@ Made = TypeVar("Made")
 
 
 def read_fields(path: Path, what: str) -> Any:
-    """What a JSON file holds. Raises ConfigError that names the file if it cannot be read. what: the file is."""
+    """The value in a JSON file. Raises ConfigError that names the file if it cannot be read.
+
+    what  the kind of the file, for the message
+    """
     try:
         return parse_json(read_text(path), parse_constant=_refuse)
     except (OSError, ValueError) as error:
@@ -27,13 +30,14 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no number")
 
 
-def formatted(kind: type[Made], fields: Any, wanted: int, made_by: str) -> Made:
-    """A dataclass from a JSON object that has a number of its format beside its fields. Raises ConfigError.
+def formatted(kind: type[Made], fields: Any, wanted: int, what: str) -> Made:
+    """A dataclass from a JSON object with its fields and a format number. Raises ConfigError.
 
-    made_by  what has this format and how it is made, for people
+    wanted  the format number
+    what    the kind of the object and the command that makes one, for the message
     """
     if not isinstance(fields, dict) or fields.get("format") != wanted:
-        raise ConfigError(f"not {made_by}")
+        raise ConfigError(f"not {what}")
     return made(kind, {name: value for name, value in fields.items() if name != "format"})
 
 

@@ -31,4 +31,4 @@ def test_the_page_lists_functions_that_there_are_in_at_most_fifteen_files_none_t
     for file, name in rows:
         source = (ROOT / "src" / "quire" / file).read_text()
         for word in name.split("."):
-            assert re.search(rf"^ *(def|class) {word}\b", source, re.MULTILINE) or f"{word}(" in source, (file, name)
+            assert re.search(rf"^ *(def|class) {word}\b", source, re.MULTILINE), (file, name)

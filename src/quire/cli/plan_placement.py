@@ -200,8 +200,9 @@ def _print(placement: Placement, model: ModelOnCluster, slo: Slo, output: Path |
             f"check: an instance for prompts at {rate:.3g} requests/s has a mean TTFT of {simulated_mean} simulated,"
             f" {one_by_one} if it computed one prompt after the other, {closed} in closed form (M/G/1)"
         )
-    for warning in placement.warnings[bool(placement.unserved) :]:
-        print(f"  {warning}")
+    for warning in placement.warnings:
+        if warning != placement.unserved:  # which is the first line
+            print(f"  {warning}")
     if placement.rejected:
         print(f"\nrejected, {origin} rates")
         shared.print_table(

@@ -53,11 +53,11 @@ class PlacementGoal:
 
     load: Load
     slo: Slo
-    rate: float | None = None
-    algorithm: str = "auto"
-    ablation: bool = False
-    seconds: float = 120.0
-    seed: int = 0
+    rate: float | None
+    algorithm: str
+    ablation: bool
+    seconds: float
+    seed: int
 
     def algorithms(self, *, is_fast: bool) -> list[str]:
         """Those that are searched with. is_fast: see ClusterSpec."""

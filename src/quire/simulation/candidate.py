@@ -1,6 +1,6 @@
 """What could serve: groups of equal instances, and how they work together. A candidate is a value.
 
-Searches change a candidate's groups, `LocalModel` and `Target` make a setup of it, and a setup is simulated.
+Searches propose candidates. `LocalModel` and `Target` turn a candidate into a setup, and a setup is simulated.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One part of a server by itself: what a placement is searched with.
+"""One part of a server by itself: what a placement is searched with. A part is one of these:
 
-an instance that computes prompts: only the time to the first token counts
-an instance that decodes, where prompts arrive computed: only the time per token counts
-one of each, as a tandem: what the first one has computed arrives at the second one
-an instance that does both
+- An instance that computes prompts. Only its time to the first token counts.
+- An instance that decodes. Prompts arrive computed, and only its time per token counts.
+- A tandem of both. What the first one has computed arrives at the second one.
+- An instance that does both.
 
 No router runs, and steps in which nothing happens are skipped where that is possible: these runs are many times as fast
 as a cluster. Messages take their time all the same. Placements are simulated again as a whole, for these runs differ

@@ -31,7 +31,6 @@ from quire.simulation.attains import Attains, asked_of, bound_of, find_goodput
 from quire.simulation.candidate import Candidate, InstanceGroup, Maker
 from quire.simulation.hardware import Target, check_modelled
 from quire.simulation.load import Load
-from quire.simulation.outcome import Outcome
 from quire.simulation.parts import Parts, seconds_per_token
 from quire.simulation.pool import InProcess, Pool
 from quire.simulation.queue_check import QueueCheck, queue_check
@@ -181,7 +180,6 @@ class OptionTrials:
     load     of one instance or pair
     slo      targets of the whole; a phase by itself must reach the square root of the share, so that both together
              reach it if they miss independently
-    on_run   is told of each simulation
     """
 
     model: ModelOnCluster
@@ -189,10 +187,9 @@ class OptionTrials:
     slo: Slo
     seed: int = 0
     pool: Pool = field(default_factory=InProcess)
-    on_run: Callable[[float, int, Outcome], None] = lambda rate, seed, outcome: None
-    found: dict[Option, Goodput] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._found: dict[Option, Goodput] = {}
         self._tested: dict[Option, tuple[Attains, float]] = {}  # with the last rate
         self._rough: dict[Option, Goodput] = {}
 
@@ -203,16 +200,16 @@ class OptionTrials:
 
     def goodput_of(self, option: Option) -> Goodput:
         """The goodput of one instance or pair, in requests/s. There are enough requests to show a queue that grows."""
-        if option not in self.found:
+        if option not in self._found:
             self._check_work(option)
             ceiling = self._bound(option, ANYTHING)
             rough = self._rough.get(option)
             guess = ceiling / 2 if rough is None or not rough.rate else LIKELY * rough.rate
             attains, guess = self._tested.pop(option, (self._attains(option, guess), guess))
-            self.found[option] = find_goodput(
+            self._found[option] = find_goodput(
                 attains, ceiling, self.seed, SEEDS, CONFIRMATIONS, guess=guess, tolerance=TOLERANCE, probes=()
             )
-        return self.found[option]
+        return self._found[option]
 
     def serves(self, option: Option, rate: float) -> bool:
         """Whether an option sustains a rate, by the seeds of the search."""
@@ -299,7 +296,7 @@ class OptionTrials:
         slo = self._slo(option)
         load = self.load.lasting(min(2 * rate, self._bound(option, ANYTHING)), slo)
         first = self._simulation(option, self.load) if load.count > 2 * self.load.count else None
-        return Attains(self._simulation(option, load), slo, pool=self.pool, on_run=self.on_run, first=first)
+        return Attains(self._simulation(option, load), slo, pool=self.pool, first=first)
 
     def _attains_roughly(self, option: Option) -> Attains:
         return Attains(self._simulation(option, self.load), self._slo(option), pool=self.pool)
