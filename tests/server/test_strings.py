@@ -6,7 +6,9 @@ import gc
 import json
 import threading
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -332,30 +334,54 @@ def test_numbers_of_a_thousand_digits_are_the_longest_ones(monkeypatch):
             json_complexity.check_complexity(b"[1,-" + b"9" * 3000 + b"]")
 
 
+class HeldTimers:
+    """An event loop whose timers wait until the test fires them: how long requests take decides nothing."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+        self.threads: list[asyncio.Future] = []
+
+    def call_later(self, seconds: float, function: Callable[..., None], *values: object) -> object:
+        assert seconds == memory_trimmer.TRIM_SECONDS
+        self.waiting.append(lambda: function(*values))
+        return function  # anything but None: the trimmer looks whether a timer is set
+
+    def run_in_executor(self, executor: None, function: Callable[..., object], *values: object) -> None:
+        self.threads.append(asyncio.get_running_loop().run_in_executor(executor, function, *values))
+
+    async def fire(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for start in waiting:
+            start()
+        await asyncio.gather(*self.threads)
+
+
 async def test_memory_is_given_back_once_after_large_bodies(monkeypatch):
-    monkeypatch.setattr(memory_trimmer, "TRIM_SECONDS", 0.2)
+    timers = HeldTimers()
+    monkeypatch.setattr(memory_trimmer, "asyncio", SimpleNamespace(get_running_loop=lambda: timers))
     app = application(FakeEngine())
     found, threads = app.state.service.body_reader.memory_trimmer, []
     assert found._trim is None or found._trim(0) in (0, 1)
     found._trim = lambda pad: threads.append(threading.current_thread())
     small, refused, parsed = b'{"prompt":"a"}', b'{"prompt":' + b"[" * 1_000_000, json.dumps({"tokens": [1] * 30_000})
+
+    async def num_trims() -> int:
+        threads.clear()
+        await timers.fire()
+        assert threading.main_thread() not in threads
+        return len(threads)
+
     async with asgi_client(app) as http:
         hold = app.state.service.answer_limiter.hold
         for size, count in ((10, 0), (2_000_000, 1)):
-            threads.clear()
             with hold() as grow:
                 grow(size)
-            await asyncio.sleep(0.3)
-            assert len(threads) == count
+            assert await num_trims() == count
         for content, count in ((small, 0), (refused, 1), (parsed.encode(), 1), (b'{"prompt":"' + b"a" * 10**6, 1)):
-            threads.clear()
             for _ in range(3):
                 assert (await ask(http, "POST", "/detokenize", content)).status_code == 400
-            await asyncio.sleep(0.3)
-            assert len(threads) == count and threading.main_thread() not in threads
+            assert await num_trims() == count
         monkeypatch.setattr(memory_trimmer, "MANY_BYTES", 20_000)
-        threads.clear()
         for _ in range(200):
             assert (await ask(http, "POST", "/detokenize", small)).status_code == 400
-        await asyncio.sleep(0.3)
-        assert len(threads) == 1
+        assert await num_trims() == 1

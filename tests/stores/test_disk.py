@@ -566,7 +566,7 @@ def test_the_index_of_many_small_runs_counts(make: Make, tmp_path: Path) -> None
     for begin in (0, 900):
         with store._writer.work:
             put(store, *(FakeRun(begin + number, 1, 100, layers=1, namespace=namespace) for number in range(900)))
-        wait_until(lambda: not store._writer._queue and not store._writer._is_busy)
+        wait_until(lambda: not store._writer._queue and not store._writer._is_busy, 60)
         with store._writer.work:
             assert store._writer_folder.has_draft
             expected = store._writer_folder.bytes
