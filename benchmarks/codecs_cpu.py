@@ -41,8 +41,8 @@ from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import EngineConfig, format_bytes, parse_bytes
 from quire.engine.engine import Engine
-from quire.evaluation.engines import load_engines
 from quire.kernels import runtime
+from quire.measure.engines import load_engines
 
 MODEL = "smollm2"
 STEPS = 16

@@ -131,11 +131,11 @@ def planned(folder: Path, shape: Mapping[str, Any], memory: float, prompt: int, 
     """Tokens per second as predicted and as measured. memory: bytes of the first tier."""
     from quire.config import EngineConfig
     from quire.engine.machine import available_memory
-    from quire.evaluation.offload_profile import generator, measure_machine
-    from quire.offload.costs import BlockWorkload
-    from quire.offload.planner import MICRO_BATCHES, plan_all
-    from quire.offload.policy import best
-    from quire.planning.offload_sizes import Subject
+    from quire.measure.offload_profile import generator, measure_machine
+    from quire.offload.planning.costs import BlockWorkload
+    from quire.offload.planning.planner import MICRO_BATCHES, plan_all
+    from quire.offload.planning.program import best
+    from quire.offload.planning.subject import Subject
 
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     options = {"model.max_context": -(-(prompt + output) // 64) * 64, "scheduler.max_running": 64}

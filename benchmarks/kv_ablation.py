@@ -57,9 +57,9 @@ from quire.calibrate.text import generate_windows, windows_from_text
 from quire.config import EngineConfig
 from quire.engine.calibration import Calibration
 from quire.engine.engine import Engine
-from quire.evaluation.engines import REFERENCE, load_engines
 from quire.evaluation.perplexity import cut_windows, measure
 from quire.load import load_engine
+from quire.measure.engines import REFERENCE, load_engines
 from quire.models.decoder import build_model
 from quire.models.fingerprint import fingerprint
 from quire.models.layers import torch_dtype

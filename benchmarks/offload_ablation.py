@@ -43,12 +43,12 @@ def prompts_of(given: argparse.Namespace, seed: int) -> list[list[int]]:
 def variants(given: argparse.Namespace, config: Any) -> dict[str, tuple[Any, Any, dict[str, Any]] | str]:
     """By name: policy, predicted tokens a second and settings; or why it cannot run."""
     from quire.errors import ConfigError, QuireError
-    from quire.offload.costs import OffloadPolicy
-    from quire.offload.planner import predict
-    from quire.offload.profile import read_profile
+    from quire.offload.planning.batches import plan_batch, seconds_of, workload_of
+    from quire.offload.planning.planner import predict
+    from quire.offload.planning.profile import read_profile
+    from quire.offload.planning.subject import Subject
+    from quire.offload.policy import OffloadPolicy
     from quire.offload.units import ALL, NONE, Share, Split
-    from quire.planning.batches import plan_batch, seconds_of, workload_of
-    from quire.planning.offload_sizes import Subject
 
     prompts, outputs = prompts_of(given, 0), [given.output] * given.lines
     work = workload_of(prompts, outputs)
@@ -89,8 +89,8 @@ def variants(given: argparse.Namespace, config: Any) -> dict[str, tuple[Any, Any
 def run(given: argparse.Namespace, policy: Any, settings: dict[str, Any], seed: int) -> dict[str, float]:
     """One batch."""
     from quire import LLM, SamplingParams
-    from quire.evaluation.memory_use import anonymous_bytes
-    from quire.offload.files import policy_text
+    from quire.measure.memory_use import anonymous_bytes
+    from quire.offload.policy import policy_text
     from quire.offload.units import TIERS
 
     before = anonymous_bytes()
@@ -128,9 +128,9 @@ def main() -> int:
     given = parser.parse_args()
     os.environ["XDG_CACHE_HOME"] = str(given.work.absolute() / "cache")
     from quire.config import EngineConfig
-    from quire.evaluation.offload_profile import measure_machine
-    from quire.offload.profile import profile_text
-    from quire.planning.offload_sizes import Subject
+    from quire.measure.offload_profile import measure_machine
+    from quire.offload.planning.profile import profile_text
+    from quire.offload.planning.subject import Subject
 
     given.model, load = make_model(given.work / "model", SHAPE), OtherLoad()
     if given.profile is None:

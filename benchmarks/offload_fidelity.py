@@ -90,7 +90,7 @@ class Case:
 
     def policy(self, disk_share: float) -> Any:
         """Its policy with a share of the weights on the disk."""
-        from quire.offload.costs import OffloadPolicy
+        from quire.offload.policy import OffloadPolicy
         from quire.offload.units import Share, Split
 
         shares = [Split((Share(1 - each), Share(each))) for each in (disk_share, self.cache_share, self.hidden_share)]
@@ -135,21 +135,21 @@ class Calibration:
 
     def begin(self) -> None:
         """Begins a round."""
-        from quire.offload.hardware import yardstick
+        from quire.offload.planning.hardware import yardstick
 
         self._rate = median([self._read() for _ in range(CALIBRATIONS)])
         self._product = median([yardstick() for _ in range(CALIBRATIONS)])
 
     def moved(self) -> str | None:
         """What differs by more than MOVED, or None."""
-        from quire.offload.hardware import yardstick
+        from quire.offload.planning.hardware import yardstick
 
         if abs(self._read() / self._rate - 1) > MOVED:
             return "calibration read"
         return "calibration product" if abs(yardstick() / self._product - 1) > MOVED else None
 
     def _read(self) -> float:
-        from quire.offload.hardware import READ_SECONDS, read_rate
+        from quire.offload.planning.hardware import READ_SECONDS, read_rate
         from quire.offload.stream import NUM_READERS
         from quire.stores.direct import REQUEST_BYTES
 
@@ -159,10 +159,10 @@ class Calibration:
 
 def run_round(given: argparse.Namespace, subject: Any, calibration: Calibration, runs: Any, drops: Drops) -> None:
     """One round: the profile's generations and the policies, in the order of their shares. runs: see main."""
-    from quire.evaluation.offload_profile import generator
-    from quire.offload.costs import BlockWorkload
-    from quire.offload.planner import num_passes
-    from quire.offload.quiet import OtherLoad
+    from quire.measure.offload_profile import generator
+    from quire.offload.planning.costs import BlockWorkload
+    from quire.offload.planning.planner import num_passes
+    from quire.offload.planning.quiet import OtherLoad
 
     by_engine: dict[tuple[Any, ...], list[Case]] = {}
     for each in runs:
@@ -217,14 +217,14 @@ def main() -> int:
     given.quiet += max(0, len(os.sched_getaffinity(0)) - given.threads)
     os.environ["XDG_CACHE_HOME"] = str(given.work.absolute() / "cache")
     from quire.config import EngineConfig
-    from quire.evaluation.offload_profile import fitted, measure_parts, placements, run_shapes
+    from quire.measure.offload_profile import fitted, measure_parts, placements, run_shapes
     from quire.models.image_folder import list_images
-    from quire.offload.costs import BlockWorkload
-    from quire.offload.planner import predict
-    from quire.offload.profile import ProfiledRun
-    from quire.offload.quiet import OtherLoad
+    from quire.offload.planning.costs import BlockWorkload
+    from quire.offload.planning.planner import predict
+    from quire.offload.planning.profile import ProfiledRun
+    from quire.offload.planning.quiet import OtherLoad
+    from quire.offload.planning.subject import Subject
     from quire.offload.units import Share
-    from quire.planning.offload_sizes import Subject
 
     model = make_model(given.work / "model", SHAPE)
     options = {"offload.disk_bandwidth": BANDWIDTH, "cache.memory": "512MiB", "runtime.threads": given.threads}

@@ -20,8 +20,8 @@ from common import ROOT, append_record, commit, format_table, hardware, hardware
 from contest import say
 
 from quire.config import EngineConfig
-from quire.evaluation.engines import load_engines
 from quire.evaluation.perplexity import cut_windows, measure
+from quire.measure.engines import load_engines
 from quire.models.weights import open_model
 
 

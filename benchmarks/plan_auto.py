@@ -35,9 +35,9 @@ from load import LoadRequest, attainment, completions, replay
 from servers import ServerError, quire_server
 
 from quire.config import ClusterConfig, EngineConfig, describe
-from quire.evaluation.auto_local import machine_of
-from quire.evaluation.curves import Quality, Text
+from quire.planning.auto_local import machine_of
 from quire.planning.curves import Loss
+from quire.planning.quality import Quality, Text
 from quire.planning.space import Settings, Space
 from quire.workload.traces import read_workload, tokens
 from quire.workload.workload import Arrival, Workload

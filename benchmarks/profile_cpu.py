@@ -32,7 +32,7 @@ from quire.cache.ledger import PAGE_TOKENS, PageLedger
 from quire.cache.table import ChunkTable
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
-from quire.evaluation.engines import load_engines
+from quire.measure.engines import load_engines
 from quire.models.plan import Model
 
 MODEL = "smollm2"

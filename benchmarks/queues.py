@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.errors import ConfigError
-from quire.planning.queueing import Floats, mean_wait, waits
 from quire.records import above
+from quire.simulation.queueing import Floats, mean_wait, waits
 
 
 def mean_ttft(rate: float, service: float, occupancy: float | None = None) -> float:

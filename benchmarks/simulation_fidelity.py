@@ -4,9 +4,11 @@
     python benchmarks/simulation_fidelity.py --data DIR --report fidelity.jsonl           # compares, in minutes
 
 DIR has traces/. Sides: `mixed` is one process with a dense cache, `apart` a prefill and a decode instance with nuq3 and
-retention. A repeat of a side answers, at each rate, requests of each trace that fit --longest tokens, for --seconds,
-with the trace's own order and gaps scaled to the rate; and between these loads a profile of synthetic requests, whose
-steps the server logs (runtime.step_log). No step of a trace is used for fitting.
+retention, `offloaded` is `mixed` with the policy of --policy, whose seconds are those of --machine, a profile that
+`quire plan hardware` made with the options of `COMMON`, and nothing is fitted to its steps. A repeat of a side answers,
+at each rate, requests of each trace that fit --longest tokens, for --seconds, with the trace's own order and gaps
+scaled to the rate; and between these loads a profile of synthetic requests, whose steps the server logs
+(runtime.step_log). No step of a trace is used for fitting.
 
 The report fits a latency model to the steps of the profiles alone, takes the seconds between client and engine from a
 few lonely requests of the profiles, simulates every load, and prints attainment, mean TTFT and mean TPOT beside the
@@ -43,16 +45,18 @@ from quire.cache.costs import LATENCY
 from quire.config import EngineConfig
 from quire.engine.build import resolve
 from quire.engine.capacity import MeasuredCapacity
+from quire.engine.step_log import Logged, read_steps
 from quire.load import find_calibration
+from quire.measure.latency_bench import LatencyFiles
+from quire.models.fingerprint import fingerprint
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
-from quire.planning.step_log import Logged, read_steps
 from quire.simulation.cluster import Alone, Front, Place, SimulatedCluster
 from quire.simulation.engine import Plan, make_engine
 from quire.simulation.events import Events
 from quire.simulation.outcome import Outcome
 from quire.simulation.simulate import simulate
-from quire.timing.latency import LatencyModel, Link
+from quire.timing.latency import Link, StepTime
 from quire.timing.latency_fit import fit
 from quire.workload.slo import Slo
 from quire.workload.traces import read_workload, tokens
@@ -64,6 +68,7 @@ COMMON = {"cache.memory": "768MiB", "scheduler.max_running": "48", "model.weight
 SIDES: dict[str, dict[str, str]] = {
     "mixed": {},
     "apart": {"cache.codec": "nuq3", "retain.budget": "0.5", "cluster.prefill": "1", "cluster.decode": "1"},
+    "offloaded": {},
 }
 HOP = 0.0005
 LONELY = 4
@@ -119,10 +124,15 @@ def prompts_of(load: Workload, rate: float, repeat: int) -> list[list[int]]:
     return tokens(load, VOCABULARY, zlib.crc32(f"{load.name} {rate} {repeat}".encode()))
 
 
+def options_of(side: str, args: argparse.Namespace) -> dict[str, str]:
+    """Settings of a side's engines, and of its cluster."""
+    return {**COMMON, **SIDES[side], **({"offload.mode": str(args.policy)} if side == "offloaded" else {})}
+
+
 @contextmanager
 def serving(side: str, args: argparse.Namespace, folder: Path) -> Iterator[tuple[Server, Send]]:
     """A server of a side, which logs its steps."""
-    words = [word for key, value in {**COMMON, **SIDES[side]}.items() for word in (f"--{key}", value)]
+    words = [word for key, value in options_of(side, args).items() for word in (f"--{key}", value)]
     log = folder / "steps.log"
     with quire_server(folder / f"{side}.log", args.model, *words, "--runtime.step_log", log) as server:
         yield server, completions(server.url, args.model)
@@ -243,24 +253,44 @@ def steps_of(records: list[dict[str, Any]]) -> Logged:
 class Simulated:
     """One side as the simulator sees it, from its profiles."""
 
-    def __init__(self, side: str, records: list[dict[str, Any]], model: str, repeats: list[int]) -> None:
-        self.side = side
-        options = {**COMMON, **{key: value for key, value in SIDES[side].items() if not key.startswith("cluster")}}
+    def __init__(self, side: str, records: list[dict[str, Any]], args: argparse.Namespace, repeats: list[int]) -> None:
+        self.side, model = side, args.model
+        options = {key: value for key, value in options_of(side, args).items() if not key.startswith("cluster")}
         own = [each for each in records if each["side"] == side and each["repeat"] in repeats]
-        self.models: dict[str, LatencyModel] = {}
+        path = resolve_model(model)
+        given = EngineConfig.from_options({**options, "runtime.threads": 1 if side == "apart" else 2})
+        self.models: dict[str, StepTime] = {}
+        self.fits: dict[str, str] = {}  # how well the profile's steps are known, in words
         self.loaded: dict[str, tuple[float, float]] = {}  # seconds of the loads' steps, measured and fitted
         speeds: list[float] = []
-        for role in ("mixed",) if side == "mixed" else ("prefill", "decode"):
-            of_role = [each for each in own if side == "mixed" or f".{role}-" in each.get("log", "")]
+        for role in ("prefill", "decode") if side == "apart" else ("mixed",):
+            of_role = [each for each in own if side != "apart" or f".{role}-" in each.get("log", "")]
             logged = steps_of([each for each in of_role if each["kind"] == "steps"])
-            self.models[role] = found = fit(logged.records, {"model": model})
+            found: StepTime
+            if side == "offloaded":
+                found = LatencyFiles([str(args.machine)], model).of(role, given, fingerprint(path))
+                ratios = [seconds / found.seconds(work) for work, seconds in logged.records]
+                low, middle, high = np.quantile(ratios, (0.1, 0.5, 0.9))
+                total = sum(seconds for _, seconds in logged.records)
+                said = sum(found.seconds(work) for work, _ in logged.records)
+                num_covered = sum(found.covers(work) for work, _ in logged.records)
+                self.fits[role] = (
+                    f"{len(ratios)} steps, {num_covered} covered, measured / profiled {low:.3f} {middle:.3f}"
+                    f" {high:.3f}, sum {total / said:.3f}"
+                )
+            else:
+                found = fitted = fit(logged.records, {"model": model})
+                self.fits[role] = (
+                    f"{fitted.counts['steps']} steps, measured / fitted {fitted.residuals['p10']:.3f}"
+                    f" {fitted.residuals['p50']:.3f} {fitted.residuals['p90']:.3f},"
+                    f" sum {fitted.residuals['total']:.3f}"
+                )
+            self.models[role] = found
             speeds += logged.speeds
             if loaded := [each for each in of_role if each["kind"] == "loaded"]:
                 steps = steps_of(loaded).records
                 self.loaded[role] = sum(seconds for _, seconds in steps), sum(found.seconds(work) for work, _ in steps)
         self.bulk = Link(LATENCY, statistics.median(speeds)) if speeds else Link(LATENCY, 0.5e9)
-        given = EngineConfig.from_options({**options, "runtime.threads": 2 if side == "mixed" else 1})
-        path = resolve_model(model)
         calibration = find_calibration(path, given)
         with open_model(path) as checkpoint:
             config, sizes = resolve(given, checkpoint.shape, checkpoint, calibration)
@@ -284,7 +314,7 @@ class Simulated:
 
     def front(self, events: Events) -> Front:
         """What takes the requests."""
-        if self.side == "mixed":
+        if self.side != "apart":
             return Alone(events, partial(make_engine, self.plans["mixed"]), overhead=self.overhead)
         places = [
             Place(f"{role}-0", role, partial(make_engine, plan), self.capacities[role])
@@ -319,17 +349,14 @@ def report(args: argparse.Namespace) -> None:
         groups = [repeats] if args.pooled else [[each] for each in repeats]
         of: dict[int, Simulated] = {}
         for group in groups:
-            simulated = Simulated(side, records, args.model, group)
+            simulated = Simulated(side, records, args, group)
             of |= dict.fromkeys(group, simulated)
             name = f"{side}, repeat {', '.join(map(str, group))}"
-            for role, model in simulated.models.items():
-                print(
-                    f"{name}, {role}: {model.counts['steps']} steps, measured / fitted {model.residuals['p10']:.3f}"
-                    f" {model.residuals['p50']:.3f} {model.residuals['p90']:.3f}, sum {model.residuals['total']:.3f}"
-                )
+            for role, how in simulated.fits.items():
+                print(f"{name}, {role}: {how}")
                 if role in simulated.loaded:
                     real, said = simulated.loaded[role]
-                    print(f"{name}, {role}: the steps of the loads took {real:.0f} s, and {said:.0f} s as fitted")
+                    print(f"{name}, {role}: the steps of the loads took {real:.0f} s, and {said:.0f} s as said")
             print(f"{name}: {1e3 * simulated.overhead:.1f} ms each way")
         print(f"{side}: {len(loads) - len(kept)} of {len(loads)} loads dropped")
         for trace in dict.fromkeys(each["trace"] for each in kept):
@@ -374,7 +401,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="serve, and append what comes of it")
     parser.add_argument("--report", type=Path, metavar="FILE", help="compare what --out has written")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--sides", default="mixed,apart")
+    parser.add_argument("--sides", default="mixed,apart", help=f"of {', '.join(SIDES)} (default: mixed,apart)")
+    parser.add_argument("--policy", type=Path, metavar="FILE", help="of the side offloaded")
+    parser.add_argument("--machine", type=Path, metavar="FILE", help="profile for the side offloaded")
     parser.add_argument("--traces", default="conv,code")
     parser.add_argument(
         "--rates", default="0.3,0.45,0.6,0.7,0.8,0.95;0.1,0.15,0.2,0.25,0.3,0.4",
@@ -394,6 +423,8 @@ def main() -> None:
     args.sides, args.traces = args.sides.split(","), args.traces.split(",")
     of_traces = [[float(each) for each in rates.split(",") if each] for rates in args.rates.split(";")]
     args.rates = dict(zip(args.traces, of_traces, strict=True))
+    if "offloaded" in args.sides and None in (args.policy, args.machine):
+        parser.error("the side offloaded needs --policy and --machine")
     if args.out is not None:
         serve(args)
     if args.report is not None:

@@ -16,14 +16,15 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 # A module may import its own layer and those before it. A package is a layer; a dotted name is one module of its own
-# layer, without what lies below it: the registry of codecs is read by the configuration.
+# layer, without what lies below it: the registry of codecs is read by the configuration. With a star it is a package
+# within another one.
 LAYERS = (
     "version", "errors", "safe_io", "records", "extras", "interrupt", "rate_limited_warning", "parent_watch",
     "gc_pause", "folders", "cache.codecs", "foreign_flags", "arguments", "options", "config", "kernels", "models",
-    "cache", "workload", "timing", "stores", "attention", "offload", "structured", "engine", "tools", "planning",
-    "calibrate", "codec_check", "load", "inspection", "diagnosis", "background_calibration", "prefixes",
-    "engine_thread", "llm", "prefixes.async_prefixes", "async_llm", "batch_files", "cluster", "simulation",
-    "evaluation", "server", "cli", "__main__",
+    "cache", "workload", "timing", "stores", "attention", "offload", "structured", "engine", "offload.planning.*",
+    "tools", "placement", "calibrate", "codec_check", "load", "inspection", "diagnosis", "background_calibration",
+    "prefixes", "engine_thread", "llm", "prefixes.async_prefixes", "async_llm", "batch_files", "cluster", "simulation",
+    "measure", "evaluation", "planning", "server", "cli", "__main__",
 )  # fmt: skip
 
 # Packages that cost start-up time or are not installed everywhere, and the modules that may import them at the top.
@@ -189,8 +190,8 @@ def _fault(module: Path, found: Import) -> str | None:
 
 def _layer(parts: Sequence[str]) -> str:
     """The layer of a module: the one that is named as it is, or its package."""
-    name = ".".join(parts).removesuffix(".__init__")
-    return name if name in LAYERS else parts[0]
+    name, inner = ".".join(parts).removesuffix(".__init__"), ".".join([*parts[:2], "*"])
+    return next((layer for layer in (name, inner) if layer in LAYERS), parts[0])
 
 
 def _is_type_checking(node: ast.AST) -> bool:

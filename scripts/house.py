@@ -41,12 +41,8 @@ ALLOWED_SIZES: dict[str, str] = {}
 """Functions and classes that may be larger, such as `cache/tree.py:PrefixTree.walk`, with the reasons."""
 
 PLANNER = (
-    "workload/", "timing/", "planning/", "simulation/", "evaluation/",
-    # The planner of offloading. The modules of `offload` that run a plan, and the engine, import nothing of it but the
-    # class `OffloadPolicy` of costs.py.
-    "offload/costs.py", "offload/fit.py", "offload/hardware.py", "offload/paper.py", "offload/planner.py",
-    "offload/policy.py", "offload/profile.py", "offload/profiled.py", "offload/quiet.py", "offload/sizes.py",
-    "cli/bench", "cli/eval", "cli/plan", "cli/simul",
+    "workload/", "timing/", "placement/", "planning/", "simulation/", "measure/", "evaluation/", "offload/planning/",
+    "engine/step_log.py", "engine/step_work.py", "cli/bench", "cli/eval", "cli/plan", "cli/simul",
 )  # fmt: skip
 """Beginnings of the files that plan, simulate and measure."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.offload.costs import BlockWorkload, CostModel, Form, Options, Sizes
-from quire.offload.paper import FORMS, t4
+from quire.offload.planning.costs import BlockWorkload, CostModel, Form, Options, Sizes
+from quire.offload.planning.paper import FORMS, t4
 from quire.offload.units import Share, Split
 
 

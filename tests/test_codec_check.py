@@ -16,7 +16,7 @@ from quire import codec_check as module
 from quire.cli import main
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.evaluation.engines import load_engines
+from quire.measure.engines import load_engines
 from quire.models.decoder import Decoder
 from quire.models.loading import WeightSource
 

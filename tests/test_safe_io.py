@@ -17,18 +17,18 @@ from quire.cli import main
 from quire.config import ConfigError, EngineConfig
 from quire.engine.calibration import Calibration
 from quire.engine.pins import read_pin_lines
+from quire.engine.step_log import read_steps
 from quire.errors import MOST_CHARS, MOST_WORD_CHARS, ModelError, QuireError, shown
-from quire.evaluation.curves import Text
 from quire.models.embedded import pull
 from quire.models.fingerprint import fingerprint
 from quire.models.tokenizer import load_tokenizer
 from quire.models.weights import open_model
-from quire.offload.files import read_policy
-from quire.offload.profile import read_profile
-from quire.planning.cluster_file import read_cluster
+from quire.offload.planning.profile import read_profile
+from quire.offload.policy import read_policy
+from quire.placement.cluster_file import read_cluster
+from quire.placement.placement_file import read_placement
 from quire.planning.curves import read_curve
-from quire.planning.placement_file import read_placement
-from quire.planning.step_log import read_steps
+from quire.planning.quality import Text
 from quire.prefixes.importing import open_archive
 from quire.safe_io import NotRegularError, atomic_write, open_file, parse_json
 from quire.server.auth import ApiKeys

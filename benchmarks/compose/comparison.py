@@ -20,8 +20,8 @@ from quire.cache.codecs import DENSE
 from quire.config import EngineConfig
 from quire.engine.machine import processor_name, usable_cores
 from quire.errors import ConfigError, QuireError
-from quire.evaluation.engines import REFERENCE, load_engines
 from quire.evaluation.perplexity import CONTINUATION, Perplexity, cut_windows, measure
+from quire.measure.engines import REFERENCE, load_engines
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import load_tokenizer
 from quire.models.weights import open_model

@@ -11,10 +11,10 @@ from typing import Protocol
 
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
+from quire.engine.step_log import StepLog
 from quire.errors import QuireError
 from quire.load import LoadedEngine
 from quire.models.fingerprint import fingerprint
-from quire.planning.step_log import StepLog
 
 log = logging.getLogger("quire")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire.errors import ConfigError
-from quire.planning.queueing import mean_wait, waits
+from quire.simulation.queueing import mean_wait, waits
 from tests.benchmark_scripts import benchmark
 
 queues = benchmark("queues")

@@ -15,8 +15,8 @@ import pytest
 from quire.cli import main
 from quire.config import EngineConfig
 from quire.evaluation import Perplexity, Retrieval, perplexity
-from quire.evaluation.curves import Quality
 from quire.evaluation.plot import save_plot
+from quire.planning.quality import Quality
 from quire.planning.space import SearchLimits, Space
 from quire.timing.latency import Origin
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of kept curves."""
-    monkeypatch.setattr("quire.evaluation.curves.curve_folder", lambda: tmp_path / "curves")
+    monkeypatch.setattr("quire.planning.quality.curve_folder", lambda: tmp_path / "curves")
     return tmp_path / "curves"
 
 
@@ -148,7 +148,7 @@ def test_codecs_given_twice_are_measured_once(folder: str, text: str, capsys: py
 def test_tables_are_not_cut(monkeypatch: pytest.MonkeyPatch, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     points = [point("dense", 23040.0, 1.0, 0.0), point("nuq4", 6592.4, 1.0123, 0.0045)]
     monkeypatch.setattr("quire.evaluation.perplexity", lambda *_, **__: points)
-    monkeypatch.setattr("quire.evaluation.curves.keep_results", lambda *_: None)
+    monkeypatch.setattr("quire.planning.quality.keep_results", lambda *_: None)
     monkeypatch.setenv("COLUMNS", "40")
     assert main(["eval", "ppl", "fake", "--text", text]) == 0
     head, _, row = capsys.readouterr().out.splitlines()

@@ -10,8 +10,8 @@ import pytest
 
 from quire.cli import main
 from quire.models.families import shape_from_config
-from quire.offload.files import read_policy
-from quire.offload.sizes import sizes_of
+from quire.offload.planning.sizes import sizes_of
+from quire.offload.policy import read_policy
 from quire.offload.units import TIERS
 from tests.opt_paper import OPT_30B
 

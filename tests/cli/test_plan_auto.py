@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from quire.cli import main
-from tests.evaluation.test_auto import TARGETS
-from tests.evaluation.test_auto import folder as folder
-from tests.evaluation.test_auto import words as words
+from tests.planning.test_auto import TARGETS
+from tests.planning.test_auto import folder as folder
+from tests.planning.test_auto import words as words
 
 
 @pytest.mark.parametrize(

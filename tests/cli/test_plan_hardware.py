@@ -11,14 +11,14 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.cli import main
 from quire.config import EngineConfig
-from quire.evaluation import offload_profile
-from quire.offload import hardware, quiet
-from quire.offload.files import read_policy
-from quire.offload.profile import profile_text, read_profile
+from quire.measure import offload_profile
+from quire.offload.planning import hardware, quiet
+from quire.offload.planning.profile import profile_text, read_profile
+from quire.offload.planning.subject import Subject
+from quire.offload.policy import read_policy
 from quire.offload.units import TIERS
-from quire.planning.offload_sizes import Subject
-from tests.offload.test_profile import MIB, profile_with
-from tests.offload.test_profile import cache_folder as cache_folder
+from tests.offload.planning.test_profile import MIB, profile_with
+from tests.offload.planning.test_profile import cache_folder as cache_folder
 from tests.tiny_models import save_tiny
 
 
@@ -43,6 +43,33 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_folder: None) -
 
 
 SAME = ["--model.dtype", "bfloat16"]
+
+
+def test_bench_latency_measures_the_same(quick: Callable[..., tuple[str, Path]], tmp_path: Path) -> None:
+    model, file = quick()
+    by_bench, rows = tmp_path / "by_bench.json", tmp_path / "rows.jsonl"
+    words = ["bench", "latency", model, "--tiers", "--rounds", "1", "--cache.memory", "16MiB", *SAME]
+    assert main([*words, "--output", str(by_bench), "--json", str(rows)]) == 0
+    assert read_profile(by_bench).conditions == read_profile(file).conditions
+    assert json.loads(rows.read_text()) == json.loads(by_bench.read_text())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tiers"], "quire bench latency --tiers needs --output FILE"),
+        (["--tiers", "--output", "machine.json", "--seconds", "5"], "--tiers has no use for --seconds"),
+        (["--tiers", "--output", "machine.json", "--points", "decode"], "--tiers has no use for --points"),
+        (["--rounds", "2"], "--rounds is a setting of --tiers"),
+        (["--folder", "kv"], "--folder is a setting of --tiers"),
+    ],
+)
+def test_flags_of_the_other_measurement_are_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "latency", str(save_tiny(tmp_path / "model")), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("machine.json").exists()
 
 
 def test_a_machine_is_measured_and_planned_for(

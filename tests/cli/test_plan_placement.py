@@ -17,16 +17,16 @@ from quire.arguments import Arguments
 from quire.cli import main, plan_placement, simulate
 from quire.cluster.placements import shared_options
 from quire.config import EngineConfig
-from quire.evaluation import placements
-from quire.planning.cluster_file import ClusterSpec, Network, Nodes
-from quire.planning.divisions import Option
+from quire.placement.cluster_file import ClusterSpec, Network, Nodes
+from quire.placement.divisions import Option
+from quire.placement.placement_file import Gpus, Hosts, Placement, read_placement
+from quire.placement.rejected import Reason
+from quire.planning import option_trials as search
+from quire.planning import placements
 from quire.planning.goodput import Goodput
-from quire.planning.placement_file import Gpus, Hosts, Placement, read_placement
-from quire.planning.search import Reason
-from quire.simulation import search
+from quire.planning.option_trials import OnCores, OnGpus, OptionTrials
 from quire.simulation.hardware import Target
 from quire.simulation.load import Load
-from quire.simulation.search import OnCores, OnGpus, OptionTrials
 from quire.simulation.setup import LINKS, Setup
 from quire.timing.devices import DEVICES
 from quire.timing.latency import LatencyModel, Link, StepWork

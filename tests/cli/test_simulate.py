@@ -17,7 +17,7 @@ import pytest
 
 from quire.cli import main, simulation_common
 from quire.config import ClusterConfig, EngineConfig
-from quire.planning.placement_file import Instances, Placement, Predicted
+from quire.placement.placement_file import Instances, Placement, Predicted
 from quire.simulation.load import Load
 from quire.simulation.run import SimulationRun
 from quire.simulation.setup import LocalModel, Setup
@@ -208,7 +208,7 @@ def test_a_kept_model_with_these_settings_is_found(
     words: list[str], local: Callable[..., Setup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    from quire.evaluation.latency_bench import settings_of
+    from quire.measure.latency_bench import settings_of
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kept_folder().mkdir(parents=True)

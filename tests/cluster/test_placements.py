@@ -43,7 +43,7 @@ from quire.cluster.placements import (
 from quire.config import ClusterConfig, EngineConfig
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, EngineStoppedError, ModelError, RequestError
-from quire.planning.placement_file import Instances, Placement, Predicted
+from quire.placement.placement_file import Instances, Placement, Predicted
 
 from ..clusters import SECONDS, SMALL, RunningCluster, ThreadedInstances
 from ..effort import examples

@@ -21,8 +21,8 @@ from quire.cluster.replanning import AnsweredRequest, PlacementProposal, Replann
 from quire.config import ClusterConfig, EngineConfig, SloConfig
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, QuireError
-from quire.evaluation.latency_bench import settings_of
-from quire.planning.placement_file import Instances, Placement, Predicted
+from quire.measure.latency_bench import settings_of
+from quire.placement.placement_file import Instances, Placement, Predicted
 from quire.simulation.setup import LocalModel
 from quire.timing.kept_latencies import keep, kept_folder
 from quire.timing.latency import LatencyModel

@@ -14,10 +14,10 @@ from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
-from quire.evaluation.engines import configs_of
 from quire.evaluation.perplexity import measure
 from quire.llm import merge_delta
 from quire.load import load_engine
+from quire.measure.engines import configs_of
 from tests.engines import drain, generate, make_engine
 from tests.real_model import embedded_gguf
 from tests.tiny_models import tiny_shape

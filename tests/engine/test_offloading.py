@@ -20,9 +20,8 @@ from quire.cli import main
 from quire.config import EngineConfig
 from quire.engine.build import resolve
 from quire.errors import ConfigError, QuireError
-from quire.offload.costs import OffloadPolicy
-from quire.offload.files import policy_text
 from quire.offload.mover import Mover
+from quire.offload.policy import OffloadPolicy, policy_text
 from quire.offload.table import OffloadedTable
 from quire.stores.direct import DirectFile
 

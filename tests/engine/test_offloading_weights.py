@@ -22,8 +22,7 @@ from quire.errors import ConfigError
 from quire.models.image_folder import DRAFT_SUFFIX, image_folder, image_path, lock_draft
 from quire.models.images import full_image_spec
 from quire.models.weights import open_model
-from quire.offload.costs import OffloadPolicy
-from quire.offload.files import policy_text, read_policy
+from quire.offload.policy import OffloadPolicy, policy_text, read_policy
 from quire.offload.units import Share, Split
 from tests.engines import keep_calibration
 from tests.opt_paper import percents

@@ -20,8 +20,8 @@ from quire.engine.params import SamplingParams
 from quire.engine.runner import LOGIT_ROWS
 from quire.errors import ConfigError, ModelError, RequestError
 from quire.evaluation import Perplexity
-from quire.evaluation.engines import configs_of, load_engines
 from quire.evaluation.perplexity import cut_windows, measure, teacher_forced_logprobs, window_hidden_states
+from quire.measure.engines import configs_of, load_engines
 
 from ..engines import GREEDY, chunk_bytes, drain, generate, make_engine, oracle_logits
 from ..tiny_models import save_tiny, tiny_shape
@@ -295,7 +295,7 @@ def test_an_evaluation_opens_no_tier(tmp_path: Any) -> None:
 
 
 def test_engines_share_weights_and_have_arenas_of_their_own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engines_module = importlib.import_module("quire.evaluation.engines")
+    engines_module = importlib.import_module("quire.measure.engines")
     made = engines_module.configs_of
 
     def twice(*given: Any, compares: bool) -> Any:

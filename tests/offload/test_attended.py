@@ -16,7 +16,7 @@ import torch
 from quire.attention.rows import RowSlice
 from quire.engine import offloaded_cache, offloading
 from quire.offload.attended import split_near_far
-from quire.offload.costs import OffloadPolicy
+from quire.offload.policy import OffloadPolicy
 from quire.offload.units import Share
 from tests.engine.test_offloading import CODECS, LAYERS, ON_DISK, Run, expected, greedy, least, numbers, running
 

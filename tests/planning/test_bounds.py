@@ -11,8 +11,8 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.build import resolve
+from quire.planning.attains import bound_of, ceiling_of
 from quire.planning.bounds import Bound, RequestStats, joint_bound
-from quire.simulation.attains import bound_of, ceiling_of
 from quire.simulation.bulk import simulate_bulk
 from quire.simulation.engine import Plan
 from quire.simulation.run import run_of

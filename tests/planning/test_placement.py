@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.planning.cluster_file import ClusterSpec, Network, Nodes
-from quire.planning.divisions import Division, Needs, Option, Pair, Role, divisions
+from quire.placement.cluster_file import ClusterSpec, Network, Nodes
+from quire.placement.divisions import Division, Needs, Option, Pair, Role, divisions
+from quire.placement.packing import fit, mix
+from quire.placement.placement_file import Placement, Predicted
+from quire.placement.rejected import Reason
 from quire.planning.goodput import Goodput, Verdict
-from quire.planning.packing import fit, mix
 from quire.planning.placement import (
     Budget,
     PlacementError,
@@ -24,8 +26,6 @@ from quire.planning.placement import (
     place_mixed,
     place_pairs,
 )
-from quire.planning.placement_file import Placement, Predicted
-from quire.planning.search import Reason
 from tests.effort import tries
 
 GB, GIB = 10**9, 1 << 30
@@ -468,7 +468,7 @@ def test_a_budget_is_shared_by_the_roles_and_the_rest_is_said_to_be_untried(
 
 
 def test_rough_trials_are_told_too_and_count_as_half_of_the_work() -> None:
-    from quire.evaluation.placements import _tell
+    from quire.planning.placements import _tell
 
     shown, rough = list[tuple[int, int]](), roughly(lambda option: 2.0 * option.num_slots, 0.1)
     tell = partial(_tell, lambda *at: shown.append(at))

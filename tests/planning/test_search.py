@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from quire.planning.search import Reason, Search
+from quire.placement.rejected import Reason
+from quire.planning.search import Search
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,10 +8,10 @@ import pytest
 
 from quire.cache.codecs import CODECS
 from quire.config import ClusterConfig, EngineConfig
-from quire.evaluation.auto_hardware import machine_of as machine_with_gpus
+from quire.planning.auto_hardware import machine_of as machine_with_gpus
 from quire.planning.space import BUDGETS, RUNNING, SLOTS, Effect, SearchLimits, Space
 from tests.codecs import TOY
-from tests.planning.test_auto import GIB, SPACE, chosen
+from tests.planning.test_halving import GIB, SPACE, chosen
 
 NUM_CODECS = sum(len(SLOTS) if row.is_calibrated else 1 for row in CODECS.values())
 """With every number of outlier slots that a codec has."""

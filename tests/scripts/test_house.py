@@ -75,7 +75,7 @@ def test_private_and_inner_classes_and_those_of_one_package_may_have_one_name(
 
 
 def test_lines_of_what_plans_have_a_limit_of_their_own(tmp_path: Path) -> None:
-    names = ("planning/a.py", "simulation/deep/a.py", "cli/plan_auto.py", "offload/costs.py")
+    names = ("planning/a.py", "simulation/deep/a.py", "cli/plan_auto.py", "offload/planning/costs.py")
     found = plant(tmp_path, {**dict.fromkeys(names, "one = 1\n"), "offload/model.py": "\n\n", "cli/serve.py": "\n"})
     assert (found.num_planner_lines, found.num_lines) == (4, 7)
     assert not house.faults(found)["planner"]
@@ -95,7 +95,7 @@ def test_what_runs_a_plan_imports_nothing_of_the_planner_but_its_policies() -> N
         if not path.relative_to(sources).as_posix().startswith((*house.PLANNER, "cli/"))
         for line in pattern.findall(path.read_text())
     }
-    assert found == {"from quire.offload.costs import OffloadPolicy"}
+    assert found == {"from quire.offload.planning.costs import OffloadPolicy"}
 
 
 @pytest.mark.parametrize("last", ["from quire.cache import tree", "from .tree import Tree", "from . import tree"])

@@ -12,7 +12,7 @@ import pytest
 from quire.cli import COMMANDS, parse, simulation_common
 from quire.cli.parser import parsers_of
 from quire.config import EngineConfig, options_from
-from quire.planning.cluster_file import read_cluster
+from quire.placement.cluster_file import read_cluster
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

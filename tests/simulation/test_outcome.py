@@ -8,11 +8,11 @@ from functools import partial
 import numpy as np
 import pytest
 
-from quire.planning.queueing import waits
 from quire.simulation.bulk import simulate_bulk
 from quire.simulation.cluster import Alone
 from quire.simulation.engine import make_engine
 from quire.simulation.outcome import Outcome, Used
+from quire.simulation.queueing import waits
 from quire.simulation.simulate import simulate
 from quire.timing.latency import LatencyModel, Origin, StepWork
 from quire.workload.slo import Slo

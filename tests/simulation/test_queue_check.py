@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from quire.planning.divisions import Division, Role
+from quire.placement.divisions import Division, Role
 from quire.simulation.load import Load
 from quire.simulation.queue_check import prompt_seconds, queue_check
 from quire.timing.latency import StepWork

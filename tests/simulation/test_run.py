@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.planning.placement_file import Instances, Placement, Predicted
+from quire.placement.placement_file import Instances, Placement, Predicted
+from quire.planning.option_trials import OptionTrials
 from quire.simulation.load import Load
 from quire.simulation.run import SimulationRun, quickly
-from quire.simulation.search import OptionTrials
 from quire.simulation.setup import Setup
 from quire.workload.slo import Slo
 from quire.workload.workload import Arrival, Span, Workload

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from quire.config import ClusterConfig, EngineConfig
-from quire.planning.placement_file import Instances, Placement, Predicted
+from quire.placement.placement_file import Instances, Placement, Predicted
 from quire.simulation.cluster import SimulatedCluster
 from quire.simulation.events import Events
 from quire.simulation.setup import LINKS, Bandwidths, Setup, tiers_of

@@ -6,7 +6,7 @@ import pytest
 
 from quire.timing.composed import LEAST, composed, grid
 from quire.timing.latency import StepWork
-from tests.planning.test_auto import latency
+from tests.planning.test_halving import latency
 
 
 def test_effects_of_weights_and_codec_add_up_and_threads_scale() -> None:

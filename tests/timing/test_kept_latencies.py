@@ -10,7 +10,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.evaluation.latency_bench import settings_of
+from quire.measure.latency_bench import settings_of
 from quire.timing.kept_latencies import keep, kept_models
 from quire.timing.latency import LatencyModel, StepWork, mismatch
 from quire.timing.latency_fit import fit

@@ -14,10 +14,10 @@ from quire.config import EngineConfig, format_bytes
 from quire.errors import ConfigError
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import load_tokenizer
-from quire.offload.files import policy_text
+from quire.offload.planning.batches import BatchPlan, plan_batch
+from quire.offload.policy import policy_text
 from quire.offload.units import Share, percent
 from quire.options import format_number
-from quire.planning.batches import BatchPlan, plan_batch
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ short, the command ends with an error, because its time would mean nothing.
 latency: makes the engine run steps of many kinds: prompts of many lengths, alone and together, in slices and behind
 cached tokens; decoding batches with short, long and shared contexts; and prompts that join them. Prints their seconds,
 and fits a latency model, which --output writes for the commands that predict. With --steps it measures nothing, and
-fits the steps that a server has logged (runtime.step_log), with the time that answers take between them.
+fits the steps that a server has logged (runtime.step_log), with the time that answers take between them. With --tiers
+it is quire plan hardware: it measures what offloading needs, and --output writes a profile.
 """
 
 from __future__ import annotations

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
-from quire.cli import shared
+from quire.cli import plan_hardware, shared
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from quire.evaluation.latency_bench import FittedSteps
+    from quire.measure.latency_bench import FittedSteps
     from quire.timing.latency import LatencyModel
     from quire.timing.latency_fit import Record
 
 POINTS = ("prompt", "prefix", "decode")
-"""The kinds of `quire.evaluation.latency_points`, which takes a second to import."""
+"""The kinds of `quire.measure.latency_points`, which takes a second to import."""
+
+SECONDS = 120.0
+"""For which steps are measured."""
 
 LARGE = 0.15
 """A model is called poor if a tenth of its steps has a larger relative error."""
@@ -31,15 +35,28 @@ def add_arguments(parser: Arguments) -> None:
     group = parser.add_argument_group("benchmark")
     group.add_file("--output", text="write the latency model as JSON")
     shared.add_plot(group, "measured over predicted seconds")
-    group.add_argument("--seconds", type=float, default=120.0, metavar="X", help="time to measure for (default: 120)")
+    text = f"time to measure for (default: {SECONDS:g})"
+    group.add_argument("--seconds", type=float, metavar="X", help=text)
     text = "steps to measure: prompts, prompts behind cached tokens, decoding batches that prompts join (default: all)"
-    group.add_argument("--points", nargs="+", choices=POINTS, default=list(POINTS), help=text)
+    group.add_argument("--points", nargs="+", choices=POINTS, help=text)
     text = "logs of a server's steps (runtime.step_log), to be fitted in place of measuring"
     group.add_file("--steps", text=text, nargs="+")
+    text = "measure what offloading needs instead: disk, copies, a layer's parts; --output writes a profile"
+    group.add_switch("--tiers", text=text)
+    plan_hardware.add_arguments(parser)
 
 
 def check(args: argparse.Namespace) -> None:
     """Raises ConfigError for invalid arguments."""
+    if args.tiers:
+        if given := [name for name in ("plot", "seconds", "points", "steps") if getattr(args, name) is not None]:
+            raise ConfigError(f"--tiers has no use for --{given[0]}; it measures the machine --rounds times")
+        return plan_hardware.check(args, "quire bench latency --tiers")
+    for name in ("folder", "rounds"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name} is a setting of --tiers")
+    args.seconds = SECONDS if args.seconds is None else args.seconds
+    args.points = args.points or list(POINTS)
     if not 0 < args.seconds < math.inf:
         raise ConfigError(f"--seconds is {args.seconds:g}; it must be above 0, and finite")
     if args.output is not None:
@@ -49,8 +66,14 @@ def check(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    """Prints the steps by kind, and the model. Returns a row per kind."""
-    from quire.evaluation.latency_bench import fit_engine, fit_logs
+    """Prints the steps by kind, and the model. Returns a row per kind, or with --tiers the profile as one."""
+    if args.tiers:
+        from quire.offload.planning.profile import profile_text
+
+        profile = plan_hardware.measured(args)
+        plan_hardware.print_profile(profile)
+        return [json.loads(profile_text(profile))]
+    from quire.measure.latency_bench import fit_engine, fit_logs
 
     if args.steps:
         return _report(args, fit_logs(args.model, args.steps), console)

@@ -34,7 +34,7 @@ def check(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     """Prints a line per row, and returns the rows."""
-    from quire.evaluation.throughput import measure
+    from quire.measure.throughput import measure
 
     rows = []
     with shared.measured_model(args, console) as llm:

@@ -94,7 +94,7 @@ def _body(args: argparse.Namespace) -> dict[str, Any] | None:
 
 def _placement(file: Path) -> dict[str, Any]:
     """The content of a placement's file, with the file's name if the placement has none."""
-    from quire.planning.placement_file import read_placement
+    from quire.placement.placement_file import read_placement
 
     found: dict[str, Any] = json.loads(read_placement(file).to_json())
     return found | {"made": {"name": file.name, **found["made"]}}

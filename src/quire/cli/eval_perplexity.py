@@ -35,8 +35,8 @@ def run(args: argparse.Namespace, config: EngineConfig) -> Sequence[Perplexity]:
     """The results, which are drawn, and kept for later plans."""
     if args.text is None:
         raise ConfigError("quire eval ppl needs --text FILE")
-    from quire.evaluation.curves import Text, keep_results
-    from quire.evaluation.engines import configs_of
+    from quire.measure.engines import configs_of
+    from quire.planning.quality import Text, keep_results
 
     text = Text.read(args.text)
     if args.plot is not None:

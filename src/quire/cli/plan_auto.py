@@ -24,7 +24,7 @@ from quire.config import (
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.evaluation.auto import Planner, Tools
+    from quire.planning.auto import Planner, Tools
     from quire.simulation.load import Load
     from quire.workload.slo import Slo
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         simulation_common.print_load(planner.goal.load)
     found = planner.run()
     if args.plot is not None:
-        from quire.evaluation.auto_plot import save_frontier
+        from quire.planning.auto_plot import save_frontier
 
         title = f"{args.model}, {planner.goal.load.workload.name}, {format_bytes(planner.goal.memory)}"
         save_frontier(args.plot, found, planner.space, planner.goal.quality, title, planner.unit)
@@ -97,10 +97,10 @@ def planner_of(args: argparse.Namespace) -> Planner:
         shared.check_plot(args.plot)
     if args.output is not None:
         shared.check_writable(args.output)
-    from quire.evaluation.auto import Goal, Tools
-    from quire.evaluation.auto_local import LocalPlanner, free_bytes, machine_of
-    from quire.evaluation.curves import WINDOWS, Text
-    from quire.planning.auto import RUNGS
+    from quire.planning.auto import Goal, Tools
+    from quire.planning.auto_local import LocalPlanner, free_bytes, machine_of
+    from quire.planning.halving import RUNGS
+    from quire.planning.quality import WINDOWS, Text
     from quire.planning.space import Space
     from quire.simulation.load import Load
     from quire.timing.kept_latencies import kept_folder
@@ -120,9 +120,9 @@ def _on_hardware(
     args: argparse.Namespace, config: EngineConfig, cluster: ClusterConfig, given: dict[str, Any],
     common: tuple[Load, Slo], tools: Tools, plan: PlanConfig,
 ) -> Planner:  # fmt: skip
-    from quire.evaluation.auto import Goal
-    from quire.evaluation.auto_hardware import HardwarePlanner, machine_of
-    from quire.evaluation.curves import Quality
+    from quire.planning.auto import Goal
+    from quire.planning.auto_hardware import HardwarePlanner, machine_of
+    from quire.planning.quality import Quality
     from quire.planning.space import Space
     from quire.timing.analytic import MODELS
     from quire.timing.devices import device_named

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli import shared
 from quire.config import ServeConfig, SloConfig, describe, format_bytes
-from quire.planning.divisions import not_served
+from quire.placement.divisions import not_served
+from quire.placement.rejected import Reason
 from quire.planning.points import PlanResult, SettingsPoint, Tried, named
-from quire.planning.search import Reason
 from quire.workload.slo import finite
 
 if TYPE_CHECKING:
-    from quire.evaluation.auto import Planner
+    from quire.planning.auto import Planner
     from quire.planning.curves import Loss
 
 REASONS = 5

@@ -1,4 +1,5 @@
-"""`quire plan hardware`: measures this machine for a model, and writes a profile."""
+"""`quire plan hardware`, which is `quire bench latency --tiers`: measures this machine for a model, and writes a profile.
+"""
 
 from __future__ import annotations
 
@@ -14,36 +15,52 @@ from quire.errors import ConfigError
 from quire.options import format_number
 
 if TYPE_CHECKING:
-    from quire.offload.profile import Profile
+    from quire.offload.planning.profile import Profile
+
+ROUNDS = 3
+"""Of everything that is measured, by default."""
 
 
 def add_arguments(parser: Arguments) -> None:
-    """The arguments of this action."""
-    group = parser.add_argument_group("measurement")
+    """The arguments of this measurement."""
+    group = parser.add_argument_group("measurement of tiers")
     group.add_file("--folder", text="measure the disk of this folder (default: that of layer images)", metavar="DIR")
-    group.add_count("--rounds", text="how often everything is measured", default=3)
+    group.add_count("--rounds", text=f"how often everything is measured (default: {ROUNDS})")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, and writes the profile."""
-    if args.output is None:
-        raise ConfigError("quire plan hardware needs --output FILE")
-    if Path(args.model).suffix == ".json":
-        raise ConfigError(f"{args.model} has no weights to measure with")
-    shared.check_writable(args.output)
-    from quire.evaluation.offload_profile import measure_machine
-    from quire.offload.profile import profile_text
-    from quire.planning.offload_sizes import Subject
-
-    config = EngineConfig.from_options({"offload.mode": "auto", **options_from(args)}, args.config)
-    profile = measure_machine(Subject.of(args.model, config), folder=args.folder, rounds=args.rounds, tell=_tell)
-    text = profile_text(profile)
-    args.output.write_text(text)
+    check(args, "quire plan hardware")
+    profile = measured(args)
     if args.json:
-        print(text, end="")
+        from quire.offload.planning.profile import profile_text
+
+        print(profile_text(profile), end="")
     else:
         print_profile(profile)
     return 0
+
+
+def check(args: argparse.Namespace, command: str) -> None:
+    """Raises ConfigError if there is nothing to measure with, or no file to write."""
+    if args.output is None:
+        raise ConfigError(f"{command} needs --output FILE")
+    if Path(args.model).suffix == ".json":
+        raise ConfigError(f"{args.model} has no weights to measure with")
+    shared.check_writable(args.output)
+
+
+def measured(args: argparse.Namespace) -> Profile:
+    """Measures, and writes the profile to the file of --output."""
+    from quire.measure.offload_profile import measure_machine
+    from quire.offload.planning.profile import profile_text
+    from quire.offload.planning.subject import Subject
+
+    config = EngineConfig.from_options({"offload.mode": "auto", **options_from(args)}, args.config)
+    subject = Subject.of(args.model, config)
+    profile = measure_machine(subject, folder=args.folder, rounds=args.rounds or ROUNDS, tell=_tell)
+    args.output.write_text(profile_text(profile))
+    return profile
 
 
 def _tell(what: str) -> None:

@@ -15,9 +15,9 @@ from quire.errors import ConfigError, QuireError
 from quire.options import format_count, format_number
 
 if TYPE_CHECKING:
-    from quire.offload.costs import BlockWorkload
-    from quire.offload.policy import PlacedBlock
-    from quire.planning.offload_plan import OffloadPlan
+    from quire.offload.planning.costs import BlockWorkload
+    from quire.offload.planning.plan import OffloadPlan
+    from quire.offload.planning.program import PlacedBlock
 
 PAPER = "t4"
 """The value of --hardware for FlexGen's machine, in place of a profile."""
@@ -50,8 +50,8 @@ def add_arguments(parser: Arguments) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan, and print the policy."""
-    from quire.offload.files import policy_text
-    from quire.offload.policy import best
+    from quire.offload.planning.program import best
+    from quire.offload.policy import policy_text
 
     if not 0 < args.slack <= 1:
         raise ConfigError(f"--slack is {args.slack:g}; it must be above 0 and at most 1")
@@ -86,12 +86,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _planned(args: argparse.Namespace) -> OffloadPlan:
     """The placements for a command line. Raises QuireError with the lacking memory if none fits."""
-    from quire.offload.costs import Form
-    from quire.offload.planner import MICRO_BATCHES
-    from quire.offload.policy import PlanError
-    from quire.offload.profile import read_profile
-    from quire.planning.offload_plan import plan_measured, plan_paper
-    from quire.planning.offload_sizes import Subject
+    from quire.offload.planning.costs import Form
+    from quire.offload.planning.plan import plan_measured, plan_paper
+    from quire.offload.planning.planner import MICRO_BATCHES
+    from quire.offload.planning.profile import read_profile
+    from quire.offload.planning.program import PlanError
+    from quire.offload.planning.subject import Subject
 
     is_paper, options, room = args.hardware == PAPER, options_from(args), PlanConfig.from_flags(args)
     if is_paper and args.only_weights:
@@ -132,8 +132,8 @@ def _planned(args: argparse.Namespace) -> OffloadPlan:
 
 
 def _workload(args: argparse.Namespace, config: EngineConfig) -> BlockWorkload:
-    from quire.offload.costs import BlockWorkload
-    from quire.planning.offload_plan import kept_share
+    from quire.offload.planning.costs import BlockWorkload
+    from quire.offload.planning.plan import kept_share
 
     if config.retain.threshold != "off":
         raise ConfigError("what retain.threshold keeps is known only after a prompt; plan with retain.budget")

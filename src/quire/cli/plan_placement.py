@@ -16,11 +16,11 @@ from quire.errors import ConfigError
 from quire.options import format_number
 
 if TYPE_CHECKING:
-    from quire.evaluation.placements import PlacementResult
-    from quire.planning.cluster_file import ClusterSpec
-    from quire.planning.placement_file import Instances, Placement
+    from quire.placement.cluster_file import ClusterSpec
+    from quire.placement.placement_file import Instances, Placement
+    from quire.planning.option_trials import ModelOnCluster
+    from quire.planning.placements import PlacementResult
     from quire.simulation.load import Load
-    from quire.simulation.search import ModelOnCluster
     from quire.workload.slo import Slo
 
 ALGORITHMS = ("apart", "pairs", "mixed")
@@ -63,8 +63,8 @@ def add_arguments(parser: Arguments) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plans, and writes the placement."""
     slo = _checked(args)
-    from quire.evaluation.placements import PlacementGoal, best_of, completed, search_placements
-    from quire.planning.cluster_file import read_cluster
+    from quire.placement.cluster_file import read_cluster
+    from quire.planning.placements import PlacementGoal, best_of, completed, search_placements
     from quire.simulation.load import Load
     from quire.simulation.pool import pool_of
     from quire.version import __version__
@@ -109,14 +109,14 @@ def model_of(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> Mode
     config = EngineConfig.from_flags(args)
     longest = int((load.workload.prompt_tokens + load.workload.columns.num_out).max())
     if not cluster.has_gpus:
-        from quire.evaluation.latency_bench import LatencyFiles
-        from quire.simulation.search import OnCores
+        from quire.measure.latency_bench import LatencyFiles
+        from quire.planning.option_trials import OnCores
         from quire.simulation.setup import LocalModel
 
         return OnCores(LocalModel(args.model, LatencyFiles(args.latency, args.model).of), config, cluster, longest)
-    from quire.planning.placement_file import Gpus
+    from quire.placement.placement_file import Gpus
+    from quire.planning.option_trials import OnGpus
     from quire.simulation.hardware import Target
-    from quire.simulation.search import OnGpus
     from quire.timing.devices import DEVICES
 
     if args.latency:

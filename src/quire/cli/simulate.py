@@ -35,9 +35,9 @@ from quire.errors import ConfigError
 from quire.options import parse_bytes
 
 if TYPE_CHECKING:
+    from quire.placement.placement_file import Placement
     from quire.planning.goodput import Goodput
-    from quire.planning.placement_file import Placement
-    from quire.simulation.scenario import Scenario
+    from quire.planning.scenario import Scenario
     from quire.simulation.setup import Setup
 
 REQUESTS = 500
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             outcomes.setdefault(rate, outcome)
     outcomes = dict(sorted(outcomes.items()))
     if args.plot is not None:
-        from quire.evaluation.simulation_plot import save_simulation
+        from quire.planning.simulation_plot import save_simulation
 
         title = f"{args.model}, {scenario.load.workload.name}, {scenario.origin} latencies"
         save_simulation(args.plot, outcomes, scenario.slo, title, found)
@@ -120,8 +120,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _scenario(args: argparse.Namespace) -> Scenario:
     """The scenario of the command line. Raises ConfigError."""
+    from quire.planning.scenario import Scenario
     from quire.simulation.load import Load
-    from quire.simulation.scenario import Scenario
 
     slo = simulation_common.slo_of(args)
     if args.goodput:
@@ -130,7 +130,7 @@ def _scenario(args: argparse.Namespace) -> Scenario:
     settings = ClusterConfig.from_flags(args)
     placement = None
     if settings.placement_file is not None:
-        from quire.planning.placement_file import read_placement
+        from quire.placement.placement_file import read_placement
 
         placement = read_placement(settings.placement_file)
     load = Load.read(args.trace, args.requests, fitted=args.fit or args.goodput)
@@ -147,7 +147,7 @@ def _here(args: argparse.Namespace, settings: ClusterConfig, placement: Placemen
     for flag, value in (("--parallel.tp", args.tp), ("--parallel.pp", args.pp), ("--network", args.network)):
         if value is not None:
             raise ConfigError(f"{flag} is for GPUs that are not here: name them with --hardware")
-    from quire.evaluation.latency_bench import LatencyFiles
+    from quire.measure.latency_bench import LatencyFiles
     from quire.simulation.setup import LocalModel
     from quire.timing.analytic import MODELS
 

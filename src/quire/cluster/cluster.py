@@ -36,7 +36,7 @@ from quire.models.resolve import resolve_model, short_name
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.models.weights import open_model
-from quire.planning.placement_file import Placement, read_placement
+from quire.placement.placement_file import Placement, read_placement
 from quire.prefixes.cached import DISK, CachedPrefix, SaltFilter, parse_prefix_key, prompt_key
 from quire.prefixes.listing import Prefix
 from quire.structured.grammar_compiler import GrammarCompiler

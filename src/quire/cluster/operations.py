@@ -26,7 +26,7 @@ from quire.cluster.placements import (
 from quire.cluster.processes import END_SECONDS
 from quire.cluster.supervisor import START_SECONDS, Supervisor
 from quire.errors import EngineStoppedError, ModelError, RequestError
-from quire.planning.placement_file import Placement
+from quire.placement.placement_file import Placement
 
 log = logging.getLogger("quire")
 

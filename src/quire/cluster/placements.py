@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from quire.config import EngineConfig, RetainConfig, format_bytes
 from quire.engine.pins import Pin
 from quire.errors import ConfigError
-from quire.planning.placement_file import Instances, Placement
+from quire.placement.placement_file import Instances, Placement
 
 _CACHES = "instances exchange caches"
 _SERVER = "the server itself uses it"

@@ -23,8 +23,8 @@ from quire.cluster.drift import Patience, Replanner, Seen, TrafficStats
 from quire.cluster.router import RoutedRequest
 from quire.config import SloConfig, flags_of
 from quire.errors import ConfigError, QuireError
-from quire.planning.cluster_file import read_cluster
-from quire.planning.placement_file import Placement, read_placement
+from quire.placement.cluster_file import read_cluster
+from quire.placement.placement_file import Placement, read_placement
 from quire.workload.workload import Arrival, Span, Workload
 
 log = logging.getLogger("quire")

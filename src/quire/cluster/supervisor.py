@@ -36,8 +36,8 @@ from quire.config import ClusterConfig, EngineConfig
 from quire.engine.admission import RequestLimits, narrowest
 from quire.errors import ConfigError, EngineStoppedError, ModelError, QuireError
 from quire.options import format_count
-from quire.planning import divisions
-from quire.planning.placement_file import Instances, Placement
+from quire.placement import divisions
+from quire.placement.placement_file import Instances, Placement
 
 log = logging.getLogger("quire")
 

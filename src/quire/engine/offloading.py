@@ -21,17 +21,17 @@ from quire.config import Backend, EngineConfig, OffloadConfig, format_bytes
 from quire.engine.machine import available_memory
 from quire.errors import ConfigError
 from quire.models.layers import torch_dtype
-from quire.offload.files import read_policy
+from quire.offload.policy import read_policy
 from quire.offload.units import TIERS, Share, Split
 
 if TYPE_CHECKING:
     from quire.models.layers import Ops
     from quire.models.plan import Model
     from quire.models.weights import Checkpoint
-    from quire.offload.costs import OffloadPolicy
     from quire.offload.memory_plan import MemoryRequirements
     from quire.offload.model import OffloadedModel
     from quire.offload.mover import Mover
+    from quire.offload.policy import OffloadPolicy
     from quire.offload.weight_placement import WeightPlacement
 
 log = logging.getLogger("quire")

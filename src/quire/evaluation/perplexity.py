@@ -27,7 +27,7 @@ from quire.engine.teacher_forcing import (
     window_hidden_states,
 )
 from quire.errors import ConfigError, ModelError
-from quire.evaluation.engines import REFERENCE, Progress, load_engines
+from quire.measure.engines import REFERENCE, Progress, load_engines
 
 CONTINUATION = 256
 """Scored tokens of a window with retention or sparse values, as in benchmarks/retention_quality.py."""

@@ -18,8 +18,8 @@ from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, ModelError
-from quire.evaluation.engines import Progress, load_engines
 from quire.llm import merge_delta
+from quire.measure.engines import Progress, load_engines
 from quire.models.tokenizer import Tokenizer
 
 ANSWER_TOKENS = 12

@@ -1,1 +1,1 @@
-"""Planning: scheduling without a model."""
+"""Plans what serves most: candidates, upper bounds, searches, and the goodputs that simulations give them."""

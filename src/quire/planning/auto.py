@@ -1,365 +1,397 @@
-"""The search of `quire plan auto`: which settings serve most requests for the quality that they may lose.
+"""`quire plan auto`: from what is known of settings to points of the search, and their goodput by simulation.
 
-Points are tried in rungs (successive halving): all of them with few requests, the better ones with more. What is not
-tried has a reason that follows from numbers: another point is at least as good in everything that is known without
-trying, or an upper bound of its goodput is below what was found. The best points are tried with less memory as well.
-
-Pure: what a point serves comes from a callable, and so does the time. Results are the same however many points the
-callable tries at once.
-
-Source of the halving: Jamieson and Talwalkar, Non-stochastic best arm identification, AISTATS 2016. Ours differs: a
-rung keeps points that are best for their loss and memory, and not only the fastest ones.
+`quire.planning.auto_local` plans for this machine, `quire.planning.auto_hardware` for GPUs that need not be here.
+The seconds of a plan are divided: a part for quality, a part for the steps of engines, and the rest for simulations.
+What is known from earlier plans is not measured again.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cache
+from pathlib import Path
 
-from quire.errors import QuireError
-from quire.planning.curves import BEYOND, Loss
-from quire.planning.goodput import Goodput
-from quire.planning.points import (
-    ROUNDING,
-    TIE,
-    PlanResult,
-    SettingsPoint,
-    Tried,
-    Variant,
-    beats,
-    covers,
-    is_no_worse,
-    needs_no_more,
-)
-from quire.planning.search import Reason, Search
+from quire.config import ClusterConfig, EngineConfig
+from quire.errors import ConfigError
+from quire.placement.rejected import Reason, Rejected
+from quire.planning.attains import GoodputSearch, asked_of, noted
+from quire.planning.bounds import Bound, joint_bound
+from quire.planning.curves import BEYOND, NOTHING, Loss
+from quire.planning.goodput import Goodput, Verdict
+from quire.planning.halving import RUNGS, HalvingSearch, NoPlanError, Rung, Trial, is_open
+from quire.planning.points import PlanResult, Room, SettingsPoint, Variant
+from quire.planning.quality import WINDOWS, Quality, Text
 from quire.planning.space import Settings, Space
-from quire.timing.latency import Origin
+from quire.simulation.candidate import Candidate, Maker, counts_of
+from quire.simulation.load import Load, Slices, fresh_seeds
+from quire.simulation.pool import InProcess, Pool, pool_of
+from quire.timing.composed import profile_of
+from quire.timing.latency import Origin, StepTime
+from quire.workload.fitted import fit
+from quire.workload.slo import ANYTHING, Slo
+from quire.workload.workload import Workload
 
-BATCH = 4
-"""Points that are tried together. Between batches bounds are compared with what was found."""
+log = logging.getLogger("quire")
 
-SHARES, VARIED = (0.5, 0.25), 6
-"""Parts of its cache with which a good point is tried as well, and the number of these points. They are tried with the
-choices of late axes, too.
+QUALITY_PART, SPEED_PART, REFINE_PART = 0.3, 0.6, 0.5
+"""Shares of the seconds by which quality and steps are measured, and of those left before the last rung by which its
+points are measured more closely.
 """
 
+ACCEPTED_GAPS = 0.15
+"""Kolmogorov-Smirnov distance of the gaps up to which requests are drawn with gaps of a gamma distribution."""
 
-class NoPlanError(QuireError):
-    """No settings do what is wanted. The message names what is missing."""
+CONFIRMATIONS = 2
+"""Fresh seeds that confirm the goodput of a finalist."""
+
+SLOW = 5
+"""Times as long that a simulation takes which cannot skip steps."""
+
+Progress = Callable[[str, int, int], None]
 
 
-class Rung(NamedTuple):
-    """How points are tried.
+@dataclass(frozen=True)
+class Goal:
+    """What is planned for.
 
-    requests   of each simulation
-    tolerance  of the goodput
-    keep       points that go on to the next rung
-    confirms   whether fresh requests confirm the goodput
-    until      share of the search's time by which it ends
+    load     requests; their number is each rung's own
+    memory   bytes for everything
+    quality  loss that may be
+    seconds  for all of the plan
     """
 
-    requests: int
-    tolerance: float
-    keep: int
-    confirms: bool = False
-    until: float = 1.0
-
-
-RUNGS = (Rung(100, 0.12, 16, until=0.5), Rung(200, 0.06, 8, until=0.75), Rung(400, 0.03, 8, confirms=True))
-"""At 0.9 attainment, requests of the first rung leave an error of 3 % of the share, and those of the last one 1.5 %."""
-
-
-class Trial(NamedTuple):
-    """A point to try.
-
-    guess  requests/s at which the search begins
-    floor  requests/s that others serve who lose no more and need no more memory: a point that serves less is of no use,
-           and its goodput need not be known
-    """
-
-    point: SettingsPoint
-    guess: float
-    floor: float = 0.0
-
-
-def is_open(loss: Loss, budget: float) -> bool:
-    """Whether a loss may be within the budget, and more windows would tell: it is modelled, or known from too few."""
-    is_settled = loss.origin is Origin.MEASURED and loss.is_within(budget)
-    return not is_settled and loss.least <= budget
-
-
-Evaluate = Callable[[Sequence[Trial], Rung, float], Sequence[Goodput | None]]
-"""Goodputs of some points, by a time of the clock; None for those that would take longer."""
-
-
-@dataclass
-class HalvingSearch(Search[Variant]):
-    """A search in rungs: see Search.
-
-    space     of the settings
-    points    that can run, with what is known of them
-    evaluate  see Evaluate. Its results do not depend on how many points there are
-    quality   loss that the chosen point may have
-    made      the point of some settings, with a part of the cache that they can have; None if that cannot run
-    refine    points again, with what was measured for them meanwhile; None for one that turned out not to run
-    progress  is told the rung, the points done, and all
-    rungs     of the halving
-    """
-
-    space: Space
-    points: Sequence[SettingsPoint]
-    evaluate: Evaluate
+    load: Load
+    slo: Slo
+    memory: int
     quality: float
-    made: Callable[[Settings, float], SettingsPoint | None] = lambda settings, share: None
-    refine: Callable[[Sequence[SettingsPoint]], Sequence[SettingsPoint | None]] = lambda points: points
-    progress: Callable[[int, int, int], None] = lambda rung, done, total: None
-    rungs: Sequence[Rung] = RUNGS
+    seconds: float
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a plan is made with.
+
+    folder       of kept latency models
+    text         to measure quality with; None: only kept curves are used
+    context      tokens of a window; None: as many as usual
+    num_windows  most windows
+    processes    simulations at once
+    progress     is told what is done, how much of it, and all
+    clock        seconds; that of the system if simulations are to end in time
+    """
+
+    folder: Path
+    text: Text | None = None
+    context: int | None = None
+    num_windows: int = WINDOWS
+    processes: int = 1
+    progress: Progress = lambda what, done, total: None
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Settings that have room.
+
+    config  of an engine, without automatic values
+    """
+
+    room: Room
+    config: EngineConfig
+
+
+def within(workload: Workload, most: int) -> Workload | None:
+    """The requests of at most `most` tokens, prompt and answer; None if there are none. What follows one that is left
+    out is longer, and left out as well.
+    """
+    fits = workload.prompt_tokens + workload.columns.num_out <= most
+    if fits.all():
+        return workload
+    return workload.only(fits) if fits.any() else None
+
+
+class Planner(ABC):
+    """Plans for a kind of machine.
+
+    name     as for `LLM`
+    config   of the engines, as far as no axis decides it
+    cluster  numbers and placement of the instances, as far as no axis decides them
+    quality  what is known, and measured; None for a model without a checkpoint
+    rejected  settings that are not searched, and why
+    unit     what goodput is counted for
+    """
+
+    unit = "machine"
+
+    def __init__(
+        self,
+        name: str,
+        config: EngineConfig,
+        cluster: ClusterConfig,
+        space: Space,
+        goal: Goal,
+        tools: Tools,
+        quality: Quality | None,
+    ) -> None:
+        self.name, self.config = name, config
+        self.space, self.goal, self.tools, self.quality = space, goal, tools, quality
+        self.rejected: list[Rejected[Variant]] = []
+        self.end = math.inf
+        self.cluster_of = cache(lambda settings: settings.cluster(cluster))
+        self._asked = cache(lambda retain: asked_of(self.goal.load.workload, retain, self.window))
+        self._ceilings: dict[Variant, float] = {}
+        self._pool: Pool = InProcess()
+
+    @abstractmethod
+    def fit(self, settings: Settings, share: float = 1.0) -> Fit:
+        """The memory of settings, with a share of what is left for caches. Raises ConfigError if it is not enough."""
+
+    @abstractmethod
+    def latency(self, settings: Settings) -> tuple[StepTime, Origin, str] | None:
+        """Of every instance, where it comes from, and how; None if it is not known."""
+
+    @abstractmethod
+    def measure_latencies(self, settings: Sequence[Settings], end: float) -> dict[Settings, str]:
+        """Measures what can be, until a time of the clock. Returns why what they need is not known."""
+
+    @abstractmethod
+    def measure_latency(self, settings: Settings, end: float) -> None:
+        """Measures what was modelled so far, if there is time."""
+
+    @abstractmethod
+    def candidate(self, point: SettingsPoint) -> tuple[Maker, Candidate]:
+        """A point's instances, and what makes their setup."""
+
+    @abstractmethod
+    def memory_text(self, point: SettingsPoint) -> str:
+        """Where the memory of a point goes, for people."""
+
+    @property
+    @abstractmethod
+    def context(self) -> int:
+        """Tokens of the longest request that the model takes."""
+
+    @property
+    @abstractmethod
+    def window(self) -> int | None:
+        """Tokens that a token attends to at most; None: all before it."""
+
+    def doubts(self, point: SettingsPoint) -> list[str]:
+        """One sentence for each reason to doubt what is known of a point."""
+        return []
+
+    def units(self, settings: Settings) -> int:
+        """Machines, or GPUs."""
+        return 1
+
+    # ---- the plan ------------------------------------------------------------------------------------------------
 
     def run(self) -> PlanResult:
-        """Searches. Raises NoPlanError if no point meets the targets within the quality budget."""
-        points = self._without_covered(self._without_lossy(self.points))
-        begun = self.clock()
-        tried: list[Tried] = []
-        for number, rung in enumerate(self.rungs):
-            if number:
-                kept = self._best(tried, self.rungs[number - 1].keep)
-                self._leave_slower(tried, kept)
-                points = [each.point for each in kept]
-                if number == 1:
-                    points += self._varied(points[:VARIED])
-            if number == len(self.rungs) - 1:
-                points = self._refined(points)
-            tried = self._try(number, rung, points, tried, begun + rung.until * (self.deadline - begun))
-        chosen, tried = self._choose(tried)
-        frontier = self._frontier(tried)
-        baseline = next((each for each in tried if self._is_baseline(each.point)), None)
-        return PlanResult(chosen, tuple(frontier), baseline, tuple(tried), tuple(self.rejected), tuple(self.warnings))
+        """Measures, searches, and returns the result. Raises NoPlanError."""
+        goal, tools = self.goal, self.tools
+        warnings = self._prepare()
+        begun = tools.clock()
+        self.end = begun + goal.seconds
+        settings = self._possible()
+        warnings += self._tell_uncalibrated()
+        lacking: dict[Settings, str] = {}
+        if self.quality is not None:
+            end = begun + QUALITY_PART * goal.seconds
+            lacking = self.quality.measure_all(settings, goal.quality, end, tools.progress)
+        wanted = self._fitting(self._known(settings, lacking))
+        slow = self.measure_latencies(wanted, begun + SPEED_PART * goal.seconds)
+        points = [point for each in wanted if (point := self._point(each, slow)) is not None]
+        if not points:
+            raise NoPlanError(f"no settings can be tried; {_deciding(self.rejected, self.space)}")
+        with pool_of(self.tools.processes) as self._pool:
+            search = HalvingSearch(
+                self.space, points, self.evaluate, goal.quality, self.made, self.refine,
+                lambda rung, done, total: tools.progress(f"points with {RUNGS[rung].requests} requests", done, total),
+                RUNGS, clock=tools.clock, deadline=self.end, rejected=self.rejected, warnings=warnings,
+            )  # fmt: skip
+            found = search.run()
+        doubts = self.doubts(found.chosen.point)
+        if found.chosen.point.loss.is_fitted:
+            doubts.append("the loss was read on the text that the codec was calibrated on; other texts lose more")
+        return replace(found, warnings=(*found.warnings, *doubts))
 
-    # ---- what is not tried ---------------------------------------------------------------------------------------
+    def _tell_uncalibrated(self) -> list[str]:
+        """Says before all else which codecs are left out for want of a calibration. Returns the same for the result."""
+        lacking = [each for each in self.rejected if "calibration" in each.reason and each.why is Reason.UNFIT]
+        if not lacking:
+            return []
+        codecs = dict.fromkeys(str(each.option.settings.options["cache.codec"]) for each in lacking)
+        nearest = min(lacking, key=lambda each: len(each.option.settings.differs(self.space.first)))
+        told = (
+            f"{len(lacking)} settings with {', '.join(codecs)} are left out: {nearest.reason}, then plan again (see"
+            " docs/guide/calibration.md for how long it takes)"
+        )
+        log.warning("%s", told)
+        return [told]
 
-    def _without_lossy(self, points: Iterable[SettingsPoint]) -> list[SettingsPoint]:
-        found, most = [], BEYOND * self.quality
-        for point in points:
-            if point.loss.value > most and not self._is_baseline(point):
-                reason = f"it loses {point.loss.value:.2%} ({point.loss.origin}), and the budget is {self.quality:.2%}"
-                self.reject(point.key, Reason.LOSSY, reason)
+    def _prepare(self) -> list[str]:
+        """Leaves out requests that the model's context has no room for. Where no distribution has the gaps of the
+        trace, its own requests are simulated. Returns what is to be said of that.
+        """
+        told, load = [], self.goal.load
+        workload = load.workload
+        part = within(workload, self.context)
+        if part is not workload:
+            missing = len(workload.arrivals) - (0 if part is None else len(part.arrivals))
+            long = f"{missing / len(workload.arrivals):.1%} of the requests have more than {self.context:,} tokens"
+            if part is None:
+                raise NoPlanError(f"{long}, the model's context; take another trace, or raise model.max_context")
+            told.append(f"{long}, the model's context, and are left out: the server refuses them")
+            load = replace(load, workload=part, fitted=fit(part))
+        if load.fitted is not None and load.fitted.ks_gaps > ACCEPTED_GAPS:
+            told.append(
+                f"gaps between requests are no gamma distribution (KS distance {load.fitted.ks_gaps:.2f}): parts of the"
+                " trace itself are simulated, with its own gaps at other rates"
+            )
+            load = Slices(load.workload, load.count)
+            if not fresh_seeds(load, self.goal.seed, CONFIRMATIONS):
+                told.append(
+                    f"the goodput is not confirmed with other requests: the trace has no second {load.count} without"
+                    " conversations"
+                )
+        self.goal = replace(self.goal, load=load)
+        return told
+
+    def loss_of(self, settings: Settings) -> Loss | None:
+        """The loss of settings; None if it is not known."""
+        if self.quality is not None:
+            return self.quality.losses.of(settings)
+        return None if self.space.parts(settings) else NOTHING
+
+    # ---- points --------------------------------------------------------------------------------------------------
+
+    def _possible(self) -> list[Settings]:
+        """Settings that an engine could have."""
+        found = []
+        for settings in self.space.settings():
+            try:
+                config = settings.engine(self.config)
+                if self.quality is not None:
+                    self.quality.calibration_of(config)
+                self.cluster_of(settings)
+            except ConfigError as error:
+                self._reject(settings, Reason.UNFIT, str(error))
             else:
-                found.append(point)
+                found.append(settings)
         return found
 
-    def _without_covered(self, points: Sequence[SettingsPoint]) -> list[SettingsPoint]:
-        found: list[SettingsPoint] = []
-        for point in sorted(points, key=lambda each: (each.loss.value, sum(each.profile))):
-            over = next((each for each in found if covers(self.space, each, point)), None)
-            if over is None or self._is_baseline(point):
-                found.append(point)
+    def _reject(self, settings: Settings, why: Reason, reason: str) -> None:
+        self.rejected.append(Rejected(Variant(settings), why, reason))
+
+    def _fitting(self, known: Sequence[Settings]) -> list[Settings]:
+        """Settings that the memory is enough for."""
+        found = []
+        for settings in known:
+            try:
+                self.fit(settings)
+            except ConfigError as error:
+                self._reject(settings, Reason.UNFIT, str(error))
             else:
-                reason = f"{self.space.name(over.settings)} is no slower in any step, loses no more, and holds as much"
-                self.reject(point.key, Reason.COVERED, reason)
+                found.append(settings)
         return found
 
-    def _varied(self, points: Sequence[SettingsPoint]) -> list[SettingsPoint]:
-        """The points with parts of their caches, and with other choices of late axes."""
-        found: list[SettingsPoint | None] = []
-        for settings in (point.settings for point in points if point.share == 1):
-            found += [self.made(settings, share) for share in SHARES]
-            found += [self.made(other, 1.0) for other in self.space.later(settings)]
-        return [each for each in found if each is not None]
-
-    def _refined(self, points: Sequence[SettingsPoint]) -> list[SettingsPoint]:
-        found = self.refine(points)
-        for before, after in zip(points, found, strict=True):
-            if after is None:
-                self.reject(before.key, Reason.UNFIT, "it could not be measured")
-        return [each for each in found if each is not None]
-
-    # ---- rungs ---------------------------------------------------------------------------------------------------
-
-    def _try(
-        self, number: int, rung: Rung, points: Sequence[SettingsPoint], before: Sequence[Tried], end: float
-    ) -> list[Tried]:
-        """Tries points, those first that cost little to simulate and may serve much. What there is no time for keeps
-        what was found before.
-        """
-        known = {each.point.key: each for each in before}
-        waiting = sorted(points, key=lambda each: (not self._is_baseline(each), each.cost, -self._hope(each, known)))
-        done: list[Tried] = []
-        late: list[SettingsPoint] = []
-        while waiting and not (self.is_over(end) and (known or done)):
-            self.progress(number, len(done), len(done) + len(waiting))
-            batch, waiting = self._batch(waiting, done, known)
-            trials = [self._trial(each, rung, done, known) for each in batch]
-            # Something has to be known in the end.
-            goodputs = self.evaluate(trials, rung, end if known or done else math.inf) if trials else ()
-            for trial, found in zip(trials, goodputs, strict=True):
-                point = trial.point
-                if found is None:
-                    late.append(point)
-                elif found.rate or not trial.floor:
-                    done.append(Tried(point, found, rung.requests))
-                else:
-                    reason = f"below {trial.floor / point.units:.4g} requests/s, which others serve who lose no more"
-                    self.reject(point.key, Reason.SLOWER, reason)
-        self._untried(rung, [*late, *waiting], known, done)
-        self.progress(number, len(done), len(done))
-        return done
-
-    def _batch(
-        self, waiting: Sequence[SettingsPoint], done: Sequence[Tried], known: Mapping[Variant, Tried]
-    ) -> tuple[list[SettingsPoint], list[SettingsPoint]]:
-        """The next points to try, and those after them. Points that a bound excludes are left."""
-        batch: list[SettingsPoint] = []
-        for place, point in enumerate(waiting):
-            if len(batch) == BATCH:
-                return batch, list(waiting[place:])
-            better = next((each for each in done if self._excludes(each, point)), None)
-            if better is None or point.key in known or self._is_baseline(point):
-                batch.append(point)
-                continue
-            reason = (
-                f"at most {point.bound / point.units:.4g} requests/s, but {self.space.name(better.point.settings)} has"
-                f" {better.rate:.4g}, loses no more, and needs no more memory"
-            )
-            self.reject(point.key, Reason.BOUND, reason)
-        return batch, []
-
-    def _excludes(self, tried: Tried, point: SettingsPoint) -> bool:
-        mine = tried.point
-        return (
-            tried.rate > point.bound / point.units * (1 + ROUNDING)
-            and is_no_worse(mine.loss, point.loss)
-            and needs_no_more(mine, point)
-        )
-
-    def _untried(
-        self,
-        rung: Rung,
-        waiting: Sequence[SettingsPoint],
-        known: Mapping[Variant, Tried],
-        done: list[Tried],
-    ) -> None:
-        if not waiting:
-            return
-        self.warnings.append(
-            f"the time was over before {len(waiting)} of {len(waiting) + len(done)} points were tried with"
-            f" {rung.requests} requests; raise --plan.seconds"
-        )
-        for point in waiting:
-            if point.key in known:
-                done.append(replace(known[point.key], point=point))
+    def _known(self, possible: Sequence[Settings], lacking: Mapping[Settings, str]) -> list[Settings]:
+        """Settings whose loss is known, and not far beyond the budget."""
+        found = []
+        for settings in possible:
+            loss = self.loss_of(settings)
+            if loss is None:
+                reasons = [lacking[part] for part in self.space.parts(settings).values() if part in lacking]
+                self._reject(settings, Reason.UNKNOWN, reasons[0] if reasons else "its loss is not known")
+            elif loss.value > BEYOND * self.goal.quality and settings != self.space.first:
+                reason = f"it loses {loss.value:.2%} ({loss.origin}), and the budget is {self.goal.quality:.2%}"
+                self._reject(settings, Reason.LOSSY, reason)
             else:
-                self.reject(point.key, Reason.UNTRIED, "the time was over")
+                found.append(settings)
+        return found
 
-    def _trial(self, point: SettingsPoint, rung: Rung, done: Sequence[Tried], known: Mapping[Variant, Tried]) -> Trial:
-        before = known.get(point.key) or known.get(Variant(point.settings))
-        guess = before.goodput.rate if before is not None else 0.0
-        if self._is_baseline(point):
-            return Trial(point, guess or point.bound / 2)
-        over = [
-            each.rate for each in done if is_no_worse(each.point.loss, point.loss) and needs_no_more(each.point, point)
-        ]
-        floor = (1 - rung.tolerance) * max(over, default=0.0) * point.units
-        return Trial(point, max(guess, floor) or point.bound / 2, floor)
+    def _point(self, settings: Settings, slow: Mapping[Settings, str]) -> SettingsPoint | None:
+        if self.latency(settings) is None:
+            parts = [part for parts in self.space.effects(settings).values() for part in parts]
+            reasons = [slow[part] for part in (self.space.timed(self.space.first), *parts) if part in slow]
+            self._reject(settings, Reason.UNKNOWN, reasons[0] if reasons else "its latency is not known")
+            return None
+        return self._made(settings, 1.0)
 
-    def _hope(self, point: SettingsPoint, known: Mapping[Variant, Tried]) -> float:
-        before = known.get(point.key)
-        return point.bound / point.units if before is None else before.rate
+    def _made(self, settings: Settings, share: float) -> SettingsPoint:
+        loss, told, fit = self.loss_of(settings), self.latency(settings), self.fit(settings, share)
+        assert loss is not None and told is not None
+        latency, origin, how = told
+        ceiling = self._bound(settings, fit.config, latency, ANYTHING)
+        self._ceilings[Variant(settings, share)] = ceiling
+        bound = min(ceiling, self._bound(settings, fit.config, latency, self.goal.slo))
+        # Steps in which nothing happens are skipped where that is possible.
+        is_slow = fit.config.retain.is_on or fit.config.tiers.is_on or self.cluster_of(settings).is_on
+        return SettingsPoint(
+            settings, fit.room, loss, bound, profile_of(latency), (origin, how), share, self.units(settings),
+            SLOW if is_slow else 1,
+        )  # fmt: skip
 
-    def _best(self, tried: Sequence[Tried], count: int) -> list[Tried]:
-        """Points that go on, the best ones within the budget first: a half of these, those that are best for what they
-        need, and the baseline.
-        """
-        order = sorted(tried, key=lambda each: (self._depth(each, tried), -each.rate))
-        within = sorted((each for each in tried if each.point.loss.is_within(self.quality)), key=self._merit)
-        kept = {each.point.key: each for each in [*within[: count // 2], *order]}
-        found = list(kept.values())[:count]
-        return found + [each for each in tried if self._is_baseline(each.point) and each not in found]
+    def _bound(self, settings: Settings, config: EngineConfig, latency: StepTime, slo: Slo) -> float:
+        """Requests/s that the settings never exceed."""
+        limits, asked = config.scheduler, self._asked(config.retain)
+        assert limits.token_budget is not None, "a configuration with automatic values"
+        bound, counts = Bound(latency, limits.token_budget, limits.max_running), counts_of(self.cluster_of(settings))
+        return joint_bound([(role, count, bound) for role, count in counts] or [("mixed", 1, bound)], asked, slo)
 
-    def _depth(self, one: Tried, tried: Sequence[Tried]) -> int:
-        return sum(beats(other, one) for other in tried)
+    # ---- what the search asks for --------------------------------------------------------------------------------
 
-    def _leave_slower(self, tried: Sequence[Tried], kept: Sequence[Tried]) -> None:
-        keys = {each.point.key for each in kept}
-        for each in tried:
-            if each.point.key in keys:
-                continue
-            better = next((other for other in kept if beats(other, each)), None) or max(kept, key=lambda it: it.rate)
-            reason = (
-                f"{each.rate:.4g} requests/s with {each.requests} requests, where"
-                f" {self.space.name(better.point.settings)} has {better.rate:.4g}"
+    def evaluate(self, trials: Sequence[Trial], rung: Rung, end: float) -> list[Goodput | None]:
+        """See HalvingSearch."""
+        goal, load = self.goal, replace(self.goal.load, count=rung.requests)
+        fresh = fresh_seeds(load, goal.seed, CONFIRMATIONS) if rung.confirms else ()
+        infeasible = Goodput(0.0, 0.0, Verdict.INFEASIBLE, confirmed=False, target=goal.slo.attainment)
+        jobs = {
+            index: GoodputSearch(
+                *self.candidate(point), load, goal.slo, (floor, self._ceilings[point.key]), guess, rung.tolerance,
+                goal.seed, fresh, end,
             )
-            self.reject(each.point.key, Reason.SLOWER, reason)
+            for index, (point, guess, floor) in enumerate(trials)
+            if point.bound > 0
+        }  # fmt: skip
+        results = dict(zip(jobs, self._pool.run(list(jobs.values())), strict=True))
+        found = [results.get(index, infeasible) for index in range(len(trials))]
+        if not rung.confirms:
+            return found
+        return [noted(each, load, goal.slo) if each is not None and each.rate else each for each in found]
 
-    # ---- the result ----------------------------------------------------------------------------------------------
+    def made(self, settings: Settings, share: float) -> SettingsPoint | None:
+        """See HalvingSearch."""
+        try:
+            return self._made(settings, share)
+        except ConfigError:
+            return None
 
-    def _choose(self, tried: Sequence[Tried]) -> tuple[Tried, list[Tried]]:
-        """The best point that is surely within the budget. Losses that may be within it are measured first, as far as
+    def refine(self, points: Sequence[SettingsPoint]) -> list[SettingsPoint | None]:
+        """See HalvingSearch: measures quality and steps of points for which they are modelled or little known, while
         there is time.
         """
-        current = list(tried)
-        asked: set[Variant] = set()
-        while True:
-            is_late = self.is_over(self.deadline)
-            served = [each for each in current if each.rate > 0]
-            unsure = {
-                each.point.key
-                for each in served
-                if not is_late and each.point.key not in asked and is_open(each.point.loss, self.quality)
-            }
-            able = [each for each in served if each.point.key in unsure or each.point.loss.is_within(self.quality)]
-            if not able:
-                raise NoPlanError(self._nothing(current))
-            best = self._pick(able)
-            point = best.point
-            if point.key not in unsure:
-                break
-            asked.add(point.key)
-            (after,) = self.refine([point])
-            place = next(index for index, each in enumerate(current) if each is best)
-            if after is None:
-                del current[place]
-            elif after.profile == point.profile:
-                current[place] = replace(best, point=after)
-            else:
-                rung = self.rungs[-1]
-                (goodput,) = self.evaluate([Trial(after, best.goodput.rate)], rung, self.deadline)
-                current[place] = replace(best, point=after) if goodput is None else Tried(after, goodput, rung.requests)
-        if point.loss.origin is not Origin.MEASURED:
-            self.warnings.append("the loss of the chosen settings is modelled; give --text and raise --plan.seconds")
-        self.warnings += [f"{self.space.name(point.settings)}: {doubt}" for doubt in best.goodput.doubts]
-        return best, current
+        now = self.tools.clock()
+        end = now + REFINE_PART * max(0.0, self.end - now)
+        found: list[SettingsPoint | None] = []
+        for point in points:
+            if self.quality is not None and is_open(point.loss, self.goal.quality):
+                self.quality.measure(point.settings, self.tools.num_windows, end, self.tools.progress)
+            if point.speed[0] is not Origin.FITTED:
+                self.measure_latency(point.settings, end)
+            found.append(self.made(point.settings, point.share))
+        return found
 
-    def _pick(self, within: Sequence[Tried]) -> Tried:
-        most = max(each.rate for each in within)
-        equal = [each for each in within if each.rate >= (1 - TIE) * most]
-        return min(equal, key=self._merit_of_equals)
 
-    def _merit_of_equals(self, each: Tried) -> tuple[int, float, int, float]:
-        point = each.point
-        return point.room.total, point.loss.value, len(point.settings.differs(self.space.first)), -each.rate
-
-    def _merit(self, each: Tried) -> tuple[float, int]:
-        return -each.rate, each.point.room.total
-
-    def _nothing(self, tried: Sequence[Tried]) -> str:
-        if any(each.rate > 0 for each in tried):
-            least = min((each for each in tried if each.rate > 0), key=lambda each: each.point.loss.most)
-            return (
-                f"no settings that meet the latency targets lose at most {self.quality:.2%}; the least loss is that of"
-                f" {self.space.name(least.point.settings)}: {least.point.loss.value:.2%}, at most"
-                f" {least.point.loss.most:.2%}; raise plan.quality, or measure more windows"
-            )
-        best = max(tried, key=lambda each: each.goodput.attainment)
-        return (
-            f"no settings meet the latency targets; the best are {self.space.name(best.point.settings)}:"
-            f" {best.goodput.attainment:.1%} of requests meet both at the lowest rate; raise slo.ttft or slo.tpot"
-        )
-
-    def _frontier(self, tried: Sequence[Tried]) -> list[Tried]:
-        best = [each for each in tried if each.rate > 0 and not any(beats(other, each) for other in tried)]
-        return sorted(best, key=lambda each: (-each.rate, each.point.room.total))
-
-    def _is_baseline(self, point: SettingsPoint) -> bool:
-        return point.settings == self.space.first and point.share == 1
+def _deciding(rejected: Sequence[Rejected[Variant]], space: Space) -> str:
+    """Why nothing can be tried: the reason of the settings that came furthest and are nearest to the default."""
+    assert rejected, "no settings at all"
+    furthest = [each for each in rejected if each.why is rejected[-1].why]
+    nearest = min(furthest, key=lambda each: len(each.option.settings.differs(space.first)))
+    return f"{space.name(nearest.option.settings)}: {nearest.reason}"

@@ -7,7 +7,7 @@ hard for the other, so the error of a ratio comes from the differences within wi
 Settings that nobody has measured get the sum of what their parts lose (weights, codec, retention), as logarithms of
 ratios. That holds where parts disturb different things; the sum says `modelled`.
 
-Knows numbers and files, and nothing of how they are measured: see `quire.evaluation.curves`.
+Knows numbers and files, and nothing of how they are measured: see `quire.planning.quality`.
 """
 
 from __future__ import annotations

@@ -31,12 +31,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from quire.errors import QuireError
-from quire.planning.cluster_file import ClusterSpec
-from quire.planning.divisions import Division, Needs, Option, Role, degrees, divisions, pairs
+from quire.placement.cluster_file import ClusterSpec
+from quire.placement.divisions import Division, Needs, Option, Role, degrees, divisions, pairs
+from quire.placement.packing import ROUNDING, fit, mix, most, replicas
+from quire.placement.placement_file import Instances, Placement, Predicted
+from quire.placement.rejected import Reason, Rejected
 from quire.planning.goodput import Goodput, Verdict
-from quire.planning.packing import ROUNDING, fit, mix, most, replicas
-from quire.planning.placement_file import Instances, Placement, Predicted
-from quire.planning.search import Reason, Rejected, Search
+from quire.planning.search import Search
 
 NO_ROOM = "the cluster has no room for an instance of each role; plan for mixed instances"
 

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from quire.placement.rejected import Rejected
 from quire.planning.curves import Loss
 from quire.planning.goodput import Goodput
-from quire.planning.search import Rejected
 from quire.planning.space import Effect, Settings, Space
 from quire.timing.latency import Origin
 

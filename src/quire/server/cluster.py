@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import ConfigError, EngineStoppedError, ModelError
-from quire.planning.placement_file import Placement, placement_of
+from quire.placement.placement_file import Placement, placement_of
 from quire.server import shapes
 from quire.server.cluster_schema import PAUSE, DrainRequest, PlaceRequest, RestartRequest, RoleRequest
 from quire.server.debug import check_query

@@ -21,11 +21,11 @@ from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.sizes import EngineSizes
 from quire.engine.step import Result, Slice, Step
+from quire.engine.step_work import WorkMeter
 from quire.engine_thread import ROOM_SECONDS
 from quire.errors import ConfigError
 from quire.models.shape import ModelShape
 from quire.models.structural_tokens import StructuralTokens
-from quire.planning.work import WorkMeter
 from quire.simulation.arrivals import ChunkArrivals, SimulatedDisk
 from quire.simulation.events import Events, StepClock
 from quire.simulation.table import PagesOnly

@@ -42,7 +42,7 @@ from quire.models.resolve import resolve_model
 from quire.models.shape import ITEM_BYTES, ModelShape
 from quire.models.weights import open_model
 from quire.options import format_bytes
-from quire.planning.placement_file import Gpus
+from quire.placement.placement_file import Gpus
 from quire.simulation.candidate import Candidate, InstanceGroup, counts_of
 from quire.simulation.engine import Plan, check_simulated
 from quire.simulation.setup import HOP_SECONDS, Bandwidths, Replicas, Setup, setup_of, tiers_of

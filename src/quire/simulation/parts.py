@@ -26,9 +26,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.planning.queueing import waits
 from quire.simulation.outcome import Outcome
 from quire.simulation.pool import Progress
+from quire.simulation.queueing import waits
 from quire.simulation.run import may_skip, run_of, skipping
 from quire.simulation.setup import Bandwidths, Replicas, Setup
 from quire.timing.latency import Origin, StepTime, StepWork

@@ -13,10 +13,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from quire.planning.queueing import mean_wait, waits
 from quire.simulation.engine import Plan
 from quire.simulation.load import Load
 from quire.simulation.parts import prompts_of, simulate_prompts
+from quire.simulation.queueing import mean_wait, waits
 from quire.simulation.setup import Setup
 from quire.timing.latency import StepWork, pairs_of
 

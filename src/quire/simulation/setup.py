@@ -31,7 +31,7 @@ from quire.load import find_calibration
 from quire.models.fingerprint import fingerprint
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
-from quire.planning.placement_file import Instances, Placement
+from quire.placement.placement_file import Instances, Placement
 from quire.simulation.arrivals import ChunkArrivals, SimulatedDisk
 from quire.simulation.candidate import Candidate, InstanceGroup, counts_of
 from quire.simulation.cluster import Alone, Front, Place, SimulatedCluster

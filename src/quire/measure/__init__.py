@@ -1,0 +1,1 @@
+"""Drives engines to find what they take: seconds, memory, bytes a second."""
