@@ -59,7 +59,8 @@ BUDGETS = {
     "engine": 105, "server": 105, "kernels": 60, "cache": 50, "cluster": 50, "structured": 35, "models": 35, "cli": 22,
     "offload": 25, "calibrate": 20, "root": 20, "stores": 20, "scripts": 20, "tools": 15,
     "attention": 2, "batch_files": 3, "prefixes": 7,
-    "workload": 10, "timing": 10, "planning": 20, "simulation": 30, "evaluation": 30, "benchmarks": 55,
+    "workload": 10, "timing": 10, "placement": 2, "measure": 8, "planning": 35, "simulation": 20, "evaluation": 15,
+    "benchmarks": 55,
 }  # fmt: skip
 """Processor seconds that the tests of each folder may take in a short run. Without the last row they add up to ten
 minutes, which two cores do in five. root: tests of modules outside packages."""
