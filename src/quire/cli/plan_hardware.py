@@ -1,5 +1,4 @@
-"""`quire plan hardware`, which is `quire bench latency --tiers`: measures this machine for a model, and writes a profile.
-"""
+"""`quire plan hardware` and `quire bench latency --tiers`: measures this machine for a model, and writes a profile."""
 
 from __future__ import annotations
 
