@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from quire.errors import ConfigError
-from quire.records import made, read_fields
+from quire.records import made, read_record
+from quire.safe_io import parse_json
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,19 @@ class Whole:
         ("[]", "Expected `object`, got `array`"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text(text)
+def test_what_is_wrong_is_named(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        made(Whole, read_fields(tmp_path / "file", "record"))
+        made(Whole, parse_json(text))
 
 
 @pytest.mark.parametrize("text", ["{", '{"name": NaN}', "\xff"])
 def test_what_is_no_json_is_refused_with_the_file(text: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match="record .*/file: not a file that can be read"):
-        read_fields(tmp_path / "file", "record")
+        read_record(tmp_path / "file", "record", partial(made, Whole))
+
+
+def test_what_is_wrong_in_a_file_is_named_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text('{"parts": []}')
+    with pytest.raises(ConfigError, match="^record .*/file: name is missing$"):
+        read_record(tmp_path / "file", "record", partial(made, Whole))

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,15 +16,20 @@ from quire.safe_io import parse_json, read_text
 Made = TypeVar("Made")
 
 
-def read_fields(path: Path, what: str) -> Any:
-    """The value in a JSON file. Raises ConfigError that names the file if it cannot be read.
+def read_record(path: Path, what: str, of: Callable[[Any], Made]) -> Made:
+    """The record of a JSON file. Raises ConfigError that names the file, and the field if one is invalid.
 
     what  the kind of the file, for the message
+    of    the record of the value in the file. Raises ConfigError
     """
     try:
-        return parse_json(read_text(path), parse_constant=_refuse)
+        fields = parse_json(read_text(path), parse_constant=_refuse)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{what} {path}: not a file that can be read ({error})") from None
+    try:
+        return of(fields)
+    except ConfigError as error:
+        raise ConfigError(f"{what} {path}: {error}") from None
 
 
 def _refuse(constant: str) -> Any:

@@ -122,7 +122,7 @@ def test_a_damaged_file_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"format": 2}, "not of format 1"),
+        ({"format": 2}, "not a curve of format 1"),
         ({"losses": [1.0, -2.0]}, r"losses\[1\] is -2.0"),
         ({"context": "long"}, "context: Expected `int`, got `str`"),
         ({"novelty": 1}, "unknown field 'novelty'"),

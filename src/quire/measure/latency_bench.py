@@ -25,7 +25,7 @@ from quire.models.fingerprint import fingerprint
 from quire.models.resolve import resolve_model
 from quire.offload.planning.plan import step_time
 from quire.offload.planning.profile import Profile, profile_of
-from quire.records import read_fields
+from quire.records import read_record
 from quire.timing.kept_latencies import keep, kept_folder, kept_models, unmeasured, unsuitable
 from quire.timing.latency import KINDS, QUANTILES, About, LatencyModel, Link, StepTime
 from quire.timing.latency_fit import Record, fit
@@ -150,15 +150,15 @@ def read_step_time(path: Path) -> LatencyModel | Profile:
     """A latency model, or a profile of a machine. Raises ConfigError that names the file, and the field if one is
     invalid.
     """
-    fields = read_fields(path, "latency model")
-    try:
-        if not isinstance(fields, dict) or not {"conditions", "coefficients"}.intersection(fields):
-            raise ConfigError(
-                "neither a latency model nor a profile; quire bench latency MODEL --output FILE makes a model"
-            )
-        return profile_of(fields) if "conditions" in fields else LatencyModel.of(fields)
-    except ConfigError as error:
-        raise ConfigError(f"latency model {path}: {error}") from None
+    return read_record(path, "latency model", _step_time_of)
+
+
+def _step_time_of(fields: Any) -> LatencyModel | Profile:
+    if not isinstance(fields, dict) or not {"conditions", "coefficients"}.intersection(fields):
+        raise ConfigError(
+            "neither a latency model nor a profile; quire bench latency MODEL --output FILE makes a model"
+        )
+    return profile_of(fields) if "conditions" in fields else LatencyModel.of(fields)
 
 
 def links_of(engine: Engine, config: EngineConfig) -> dict[str, Link]:

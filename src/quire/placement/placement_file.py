@@ -13,7 +13,7 @@ from quire.errors import ConfigError
 from quire.placement.cluster_file import ClusterSpec
 from quire.placement.divisions import Option, Role, not_served
 from quire.placement.rejected import Rejected
-from quire.records import above, made, read_fields
+from quire.records import above, made, read_record
 
 VERSION = 1
 
@@ -222,11 +222,7 @@ class _Content:
 
 def read_placement(path: Path) -> Placement:
     """The placement of a file. Raises ConfigError that names the file and the field."""
-    fields = read_fields(path, "placement")
-    try:
-        return placement_of(fields)
-    except ConfigError as error:
-        raise ConfigError(f"placement {path}: {error}") from None
+    return read_record(path, "placement", placement_of)
 
 
 def placement_of(fields: Any) -> Placement:

@@ -24,8 +24,8 @@ from statistics import fmean, stdev
 
 from quire.errors import ConfigError
 from quire.planning.space import Settings, Space
-from quire.records import made
-from quire.safe_io import atomic_write, parse_json, read_text
+from quire.records import formatted, read_record
+from quire.safe_io import atomic_write
 from quire.timing.latency import About, Origin
 
 log = logging.getLogger("quire")
@@ -231,16 +231,8 @@ class Curves:
 
 def read_curve(path: Path) -> LossCurve:
     """The curve of a file. Raises ConfigError that names the file and the field if it is none."""
-    try:
-        fields = parse_json(read_text(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"curve {path}: not a file that can be read ({error})") from None
-    if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
-        raise ConfigError(f"curve {path}: not of format {FORMAT}; quire plan auto --text FILE makes one")
-    try:
-        return made(LossCurve, fields)
-    except ConfigError as error:
-        raise ConfigError(f"curve {path}: {error}") from None
+    what = f"a curve of format {FORMAT}; quire plan auto --text FILE makes one"
+    return read_record(path, "curve", lambda fields: formatted(LossCurve, fields, FORMAT, what))
 
 
 @dataclass(frozen=True)

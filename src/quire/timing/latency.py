@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from quire.errors import ConfigError
-from quire.records import above, formatted, read_fields
+from quire.records import above, formatted, read_record
 
 FORMAT = 1
 
@@ -295,11 +295,7 @@ class LatencyModel:
     @classmethod
     def read(cls, path: Path) -> LatencyModel:
         """The model of a file. Raises ConfigError that names the file, and the field if one is invalid."""
-        fields = read_fields(path, "latency model")
-        try:
-            return cls.of(fields)
-        except ConfigError as error:
-            raise ConfigError(f"latency model {path}: {error}") from None
+        return read_record(path, "latency model", cls.of)
 
 
 SETTINGS = {

@@ -17,7 +17,7 @@ import numpy as np
 from quire.config import format_bytes
 from quire.errors import ConfigError
 from quire.offload.units import NONE, TIERS, Share
-from quire.records import above, formatted, increasing, read_fields
+from quire.records import above, formatted, increasing, read_record
 
 if TYPE_CHECKING:
     from quire.models.shape import ModelShape
@@ -333,8 +333,4 @@ def profile_of(fields: Any) -> Profile:
 
 def read_profile(path: Path) -> Profile:
     """The profile of a file. Raises ConfigError that names the file, and the field if one is invalid."""
-    fields = read_fields(path, "hardware")
-    try:
-        return profile_of(fields)
-    except ConfigError as error:
-        raise ConfigError(f"hardware {path}: {error}") from None
+    return read_record(path, "hardware", profile_of)
