@@ -65,6 +65,7 @@ class LocalRunner:
         padded_rows: Callable[[int], int] = lambda rows: rows,
     ) -> None:
         self.model = model
+        self.vocab_size = model.shape.vocab_size
         self.attention = attention
         self.sampler = sampler
         self.device = device
@@ -78,11 +79,6 @@ class LocalRunner:
         self._last_rows: list[int] = []
         self._histories: list[SampleRow] = []
         self._sampling: list[SampleRow] = []
-
-    @property
-    def vocab_size(self) -> int:
-        """See Runner."""
-        return self.model.shape.vocab_size
 
     @torch.inference_mode()
     def run(self, step: Step) -> Result:

@@ -89,17 +89,13 @@ class CountingRunner:
     def __init__(self, engine: Engine) -> None:
         self._meter = WorkMeter(engine.runner.model.shape.sliding_window)
         self.inner, engine.any_runner = engine.any_runner, self
+        self.vocab_size = self.inner.vocab_size
         self.forget()
 
     def forget(self) -> None:
         """Another step is about to begin."""
         self.work: StepWork | None = None
         self.seconds = 0.0
-
-    @property
-    def vocab_size(self) -> int:
-        """See Runner."""
-        return self.inner.vocab_size
 
     def run(self, step: Step) -> Result:
         """See Runner."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -121,13 +121,8 @@ class SimulatedRunner:
         self.num_out = 0
         self.lag = 0.0
         self.arrivals: ChunkArrivals | None = None
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._meter = WorkMeter(window)
-
-    @property
-    def vocab_size(self) -> int:
-        """See Runner."""
-        return self._vocab_size
 
     def run(self, step: Step) -> Result:
         """Lets the time of the step pass."""
@@ -152,24 +147,19 @@ class SimulatedRunner:
 
     def _token(self, sequence_id: int, position: int) -> int:
         """A token of an answer. Unlike the scheduler's stand-ins it may stand in the prompt of a later request."""
-        return (sequence_id * 1_000_003 + position * 7919) % self._vocab_size
+        return (sequence_id * 1_000_003 + position * 7919) % self.vocab_size
 
     def check(self, live: set[int]) -> None:
         """See Runner: it remembers nothing."""
 
 
-class Changed:
+class Changed(nullcontext[None]):
     """Stands for the condition on which an engine waits for chunks in transfer: it notes the wait, and does not."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.seconds: float | None = None
         self.wake: Callable[[], None] = lambda: None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        pass
 
     def wait(self, seconds: float) -> None:
         """The engine would wait for `seconds` at most."""
