@@ -23,6 +23,7 @@ import argparse
 import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,8 @@ MOVED = 0.1
 """Relative difference of a calibration from that of its round at which a repeat is dropped."""
 CALIBRATIONS = 5
 """Calibrations when a round begins; their median counts."""
+YARDSTICK, YARDSTICK_SECONDS = 640, 0.3
+"""Rows and columns of the matrices of a product that is always the same."""
 FITTED_SAMPLES = 3
 """The least disturbed repeats of a generation of the profile that count."""
 
@@ -126,6 +129,26 @@ class Drops:
         self.by_reason[reason] = self.by_reason.get(reason, 0) + 1
 
 
+def yardstick() -> float:
+    """Seconds of a fixed product of torch in float32, the median of some: whether the machine is as fast as before.
+
+    Taken under load, because a processor that has rested is faster for a while.
+    """
+    import torch
+
+    left, right = torch.ones(YARDSTICK, YARDSTICK), torch.ones(YARDSTICK, YARDSTICK)
+
+    def product() -> float:
+        begun = time.perf_counter()
+        torch.mm(left, right)
+        return time.perf_counter() - begun
+
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < YARDSTICK_SECONDS:
+        product()
+    return median([product() for _ in range(25)])
+
+
 class Calibration:
     """Compares the machine with what it was when the round began."""
 
@@ -135,15 +158,11 @@ class Calibration:
 
     def begin(self) -> None:
         """Begins a round."""
-        from quire.offload.planning.hardware import yardstick
-
         self._rate = median([self._read() for _ in range(CALIBRATIONS)])
         self._product = median([yardstick() for _ in range(CALIBRATIONS)])
 
     def moved(self) -> str | None:
         """What differs by more than MOVED, or None."""
-        from quire.offload.planning.hardware import yardstick
-
         if abs(self._read() / self._rate - 1) > MOVED:
             return "calibration read"
         return "calibration product" if abs(yardstick() / self._product - 1) > MOVED else None
@@ -160,8 +179,7 @@ class Calibration:
 def run_round(given: argparse.Namespace, subject: Any, calibration: Calibration, runs: Any, drops: Drops) -> None:
     """One round: the profile's generations and the policies, in the order of their shares. runs: see main."""
     from quire.measure.offload_profile import generator
-    from quire.offload.planning.costs import BlockWorkload
-    from quire.offload.planning.planner import num_passes
+    from quire.offload.planning.planner import prompt_passes
     from quire.offload.planning.quiet import OtherLoad
 
     by_engine: dict[tuple[Any, ...], list[Case]] = {}
@@ -178,7 +196,7 @@ def run_round(given: argparse.Namespace, subject: Any, calibration: Calibration,
             made.run(1, 32, 2)
             for case in cases:
                 case.disk_share = made.disk_share
-                passes = num_passes(BlockWorkload(case.prompt, case.output), case.sequences, given.budget)
+                passes = len(prompt_passes([case.prompt] * case.sequences, given.budget)) + case.output - 1
                 for _ in range(1 + given.retries):
                     reason, load = calibration.moved(), OtherLoad()
                     timing = made.run(case.sequences, case.prompt, case.output)

@@ -27,7 +27,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_folder: None) -
     """Measures a tiny model in seconds. Returns its folder and the profile."""
     for name, value in {
         "FILE_BYTES": 8 * MIB, "READ_SIZES": (MIB,), "READ_THREADS": (1,), "READ_SECONDS": 0.02, "COPY_BYTES": MIB,
-        "SAMPLE_SECONDS": 0.0, "COLD_BYTES": 0, "YARDSTICK": 32,
+        "SAMPLE_SECONDS": 0.0, "COLD_BYTES": 0,
     }.items():  # fmt: skip
         monkeypatch.setattr(hardware, name, value)
     monkeypatch.setattr(quiet, "MOST_TRIES", 1)

@@ -75,8 +75,7 @@ def test_quiet_seconds_are_the_sum_over_the_steps(count: int) -> None:
     assert TRUE.quiet(first, count) == pytest.approx(sum(map(TRUE.seconds, steps)), rel=1e-12)
 
 
-def test_a_link_is_latency_and_bytes() -> None:
-    assert Link(0.002, 1e9).seconds(5e8) == pytest.approx(0.502)
+def test_a_link_that_moves_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="bytes_per_second is 0"):
         Link(0.0, 0)
 

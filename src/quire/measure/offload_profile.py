@@ -46,7 +46,6 @@ from quire.offload.planning.hardware import (
     measure_copy,
     measure_curve,
     measure_disk,
-    yardstick,
 )
 from quire.offload.planning.planner import predict
 from quire.offload.planning.profile import Corrections, Profile, ProfiledGpu, ProfiledRun
@@ -212,8 +211,7 @@ def measure_parts(
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     disk = measure_disk(folder, conditions.disk_bandwidth, rounds)
     tell("memory and products")
-    copy, product = measure_copy(rounds), statistics.median(quietest(yardstick, rounds))
-    timer = layer_timer(subject)
+    copy, timer = measure_copy(rounds), layer_timer(subject)
     rows = ROWS + DEVICE_ROWS * subject.has_device
     products, head = measure_curve(timer.products, rows, rounds), measure_curve(timer.head, HEAD_ROWS, rounds)
     del timer
@@ -230,8 +228,8 @@ def measure_parts(
             far = host_timer(backend.spec, context, room).decoding(rounds)
             device = ProfiledGpu(*measure_bus(torch.device("cuda"), rounds), far)
     return Profile(
-        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), conditions, disk, copy, product,
-        products, head, attention, prompt, device=device,
+        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), conditions, disk, copy, products, head,
+        attention, prompt, device=device,
     )  # fmt: skip
 
 
@@ -264,7 +262,7 @@ def fitted(profile: Profile, sizes: Sizes, runs: Sequence[ProfiledRun]) -> Profi
     """The profile with corrections that fit the runs, and the runs with their predictions."""
 
     def seconds_of(run: ProfiledRun, corrections: Corrections) -> float:
-        return seconds_of_run(dataclasses.replace(profile, corrections=corrections), sizes, run)
+        return predict_run(dataclasses.replace(profile, corrections=corrections), sizes, run).seconds
 
     corrections = fit(runs, seconds_of)
     corrections = dataclasses.replace(corrections, scratch=_scratch(profile, sizes, runs))
@@ -272,12 +270,8 @@ def fitted(profile: Profile, sizes: Sizes, runs: Sequence[ProfiledRun]) -> Profi
     return dataclasses.replace(profile, corrections=corrections, runs=told)
 
 
-def seconds_of_run(profile: Profile, sizes: Sizes, run: ProfiledRun) -> float:
-    """The predicted seconds of a generation."""
-    return _prediction(profile, sizes, run).seconds
-
-
-def _prediction(profile: Profile, sizes: Sizes, run: ProfiledRun) -> Prediction:
+def predict_run(profile: Profile, sizes: Sizes, run: ProfiledRun) -> Prediction:
+    """What the profile says of a generation."""
     far = (run.disk_share,) if profile.device is None else (run.host_share, run.disk_share)
     policy = weights_at(_split(1 - sum(far), *far), run.sequences)
     return predict(profile, sizes, BlockWorkload(run.prompt_tokens, run.output_tokens), policy, budget=run.budget)
@@ -290,7 +284,7 @@ def _scratch(profile: Profile, sizes: Sizes, runs: Sequence[ProfiledRun]) -> flo
     found = []
     for place in {(run.disk_share, run.host_share) for run in runs}:
         alike = [run for run in runs if (run.disk_share, run.host_share) == place]
-        explained = max(_prediction(profile, sizes, run).memory[profile.tiers[0]] for run in alike)
+        explained = max(predict_run(profile, sizes, run).memory[profile.tiers[0]] for run in alike)
         rows = max(min(run.sequences * run.prompt_tokens, run.budget) for run in alike)
         scratch = rows * max(sizes.decode)
         found.append(1 + (max(run.memory for run in alike) - explained) / scratch)

@@ -138,10 +138,6 @@ class Link:
         if not 0 <= self.latency < math.inf:
             raise ConfigError(f"latency is {self.latency!r}; it must be a number of at least 0")
 
-    def seconds(self, num_bytes: float) -> float:
-        """Until the last of `num_bytes` has arrived."""
-        return self.latency + num_bytes / self.bytes_per_second
-
 
 About = dict[str, str | int | float | bool | None]
 """What a model was measured with, by name."""

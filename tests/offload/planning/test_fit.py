@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from quire.measure.offload_profile import fitted, seconds_of_run
+from quire.measure.offload_profile import fitted, predict_run
 from quire.offload.planning.costs import BlockWorkload
 from quire.offload.planning.fit import fit
 from quire.offload.planning.planner import predict
@@ -49,7 +49,7 @@ def test_the_fit_recovers_the_corrections_of_a_machine_with_a_gpu(monkeypatch: p
     ]
 
     def seconds_of(run: ProfiledRun, corrections: Corrections) -> float:
-        return seconds_of_run(dataclasses.replace(made, corrections=corrections), sizes, run)
+        return predict_run(dataclasses.replace(made, corrections=corrections), sizes, run).seconds
 
     monkeypatch.setattr(sys.modules[fit.__module__], "PULL", 1e-4)
     runs = [dataclasses.replace(run, seconds=seconds_of(run, truth)) for run in blank]

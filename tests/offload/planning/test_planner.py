@@ -16,7 +16,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.measure import offload_profile
 from quire.offload.planning.costs import BlockWorkload
-from quire.offload.planning.planner import model_of, num_passes, plan_all, predict, prompt_passes
+from quire.offload.planning.planner import block_passes, model_of, plan_all, predict, prompt_passes
 from quire.offload.planning.profile import Corrections, Profile
 from quire.offload.planning.program import PlanError
 from quire.offload.planning.sizes import matrices_of
@@ -71,10 +71,10 @@ def test_prompts_are_divided_as_the_scheduler_does(prompts: list[int], budget: i
     assert prompt_passes(prompts, budget) == passes
 
 
-def test_a_block_has_a_pass_for_each_token_and_more_for_its_prompts() -> None:
-    assert num_passes(BlockWorkload(64, 8), 4, BUDGET) == 8
-    assert num_passes(BlockWorkload(320, 8), 4, BUDGET) == 9
-    assert num_passes(BlockWorkload(320, 8, shared_tokens=256, num_prefixes=1), 4, BUDGET) == 9
+def test_the_prompts_of_a_block_wait_for_the_one_that_computes_what_they_share() -> None:
+    assert block_passes(BlockWorkload(64, 8), 4, BUDGET) == [256]
+    assert block_passes(BlockWorkload(320, 8), 4, BUDGET) == [1024, 256]
+    assert block_passes(BlockWorkload(320, 8, shared_tokens=256, num_prefixes=1), 4, BUDGET) == [320, 192]
 
 
 def test_the_slower_stage_counts() -> None:
@@ -357,7 +357,7 @@ def test_a_generation_reads_what_its_passes_read(
         assert streamed > 0
         for sequences, prompt, output in ((1, 5, 3), (3, 100, 4), (20, 70, 2), (2, 400, 3)):
             timing = made.run(sequences, prompt, output)
-            passes = num_passes(BlockWorkload(prompt, output), sequences, budget)
+            passes = len(block_passes(BlockWorkload(prompt, output), sequences, budget)) + output - 1
             assert timing.bytes_read == passes * streamed and timing.seconds > 0
 
 
@@ -376,4 +376,5 @@ def test_prompts_that_share_wait_for_the_first_of_them(tmp_path: Path) -> None:
             params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
             llm.generate([{"prompt_token_ids": each} for each in prompts], params)
             steps = llm.engine.scheduler.counters.steps - before
-            assert steps == num_passes(BlockWorkload(shared + own, output, shared, 1), sequences, budget)
+            work = BlockWorkload(shared + own, output, shared, 1)
+            assert steps == len(block_passes(work, sequences, budget)) + output - 1

@@ -55,7 +55,6 @@ def profile_with(**changes: Any) -> Profile:
         conditions=conditions,
         disk=DiskSpeeds("/tmp", True, (Read(MIB, 2, Rate(90e6, 0.1)),), Rate(100e6), Rate(50e6)),
         copy=Rate(1e9),
-        yardstick=0.001,
         products=SecondsCurve((1, 8, 64), (0.002, 0.004, 0.020)),
         head=SecondsCurve((1, 64), (0.001, 0.004)),
         attention=Attention((1, 8), (32, 480), ((1e-5, 1e-4), (8e-5, 8e-4))),
@@ -96,6 +95,12 @@ def test_a_profile_survives_its_file(tmp_path: Path, make: Callable[[], Profile]
     assert read_profile(file) == make()
 
 
+def test_a_profile_of_an_older_version_has_a_field_that_does_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps({**json.loads(profile_text(profile_with())), "yardstick": 0.001}))
+    assert read_profile(file) == profile_with()
+
+
 BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("format",), 2, "not a profile of format 1"),
     (("made",), 3, "made: Expected `str`, got `int`"),
@@ -112,8 +117,8 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("disk", "streamed", "bandwidth"), math.inf, "Infinity is no number"),
     (("disk", "request_seconds"), -1, "disk: request_seconds is -1"),
     (("copy", "bandwidth"), True, "copy.bandwidth: Expected `float`, got `bool`"),
-    (("yardstick",), None, "yardstick: Expected `float`, got `null`"),
-    (("yardstick",), math.nan, "NaN is no number"),
+    (("copy", "bandwidth"), None, "copy.bandwidth: Expected `float`, got `null`"),
+    (("copy", "spread"), math.nan, "NaN is no number"),
     (("products", "counts"), [1, 8, 8], "products: counts are [1, 8, 8]"),
     (("products", "counts"), [0, 8, 64], "products: counts are [0, 8, 64]"),
     (("products", "counts"), [], "products: counts are []"),
@@ -152,7 +157,7 @@ def test_a_damaged_profile_is_refused_by_its_field(
     assert message in str(caught.value) and str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["made", "conditions", "disk", "yardstick", "products", "prompt"])
+@pytest.mark.parametrize("name", ["made", "conditions", "disk", "copy", "products", "prompt"])
 def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
     fields = json.loads(profile_text(profile_with()))
     del fields[name]

@@ -168,6 +168,6 @@ def test_a_simulation_reads_a_profile_as_it_reads_a_latency_model(tmp_path: Path
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ConfigError, match="neither a latency model nor a profile"):
         LatencyFiles([str(tmp_path / "list.json")], name)
-    file.write_text(json.dumps({**json.loads(file.read_text()), "yardstick": "fast"}))
-    with pytest.raises(ConfigError, match=r"latency model .*machine.json: yardstick: Expected `float`"):
+    file.write_text(json.dumps({**json.loads(file.read_text()), "copy": "fast"}))
+    with pytest.raises(ConfigError, match=r"latency model .*machine.json: copy: Expected `object`"):
         LatencyFiles([str(file)], name)

@@ -58,8 +58,6 @@ FILE_BYTES = 256 << 20
 COPY_BYTES = 128 << 20
 NUM_REQUESTS = 50
 """Of a measurement of a small read's seconds."""
-YARDSTICK, YARDSTICK_SECONDS = 640, 0.3
-"""Rows and columns of the matrices of a product that is always the same."""
 SAMPLE_SECONDS = 0.1
 """Of a sample of products or attention."""
 
@@ -194,24 +192,6 @@ def finished(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def yardstick() -> float:
-    """Seconds of a fixed product of torch in float32, the median of some: whether the machine is as fast as before.
-
-    Taken under load, because a processor that has rested is faster for a while.
-    """
-    left, right = torch.ones(YARDSTICK, YARDSTICK), torch.ones(YARDSTICK, YARDSTICK)
-
-    def product() -> float:
-        begun = time.perf_counter()
-        torch.mm(left, right)
-        return time.perf_counter() - begun
-
-    begun = time.perf_counter()
-    while time.perf_counter() - begun < YARDSTICK_SECONDS:
-        product()
-    return statistics.median(product() for _ in range(25))
 
 
 def measure_curve(seconds_of: Callable[[int], float], counts: Sequence[int], rounds: int) -> SecondsCurve:

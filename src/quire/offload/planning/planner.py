@@ -66,12 +66,8 @@ def prompt_passes(prompts: Sequence[int], budget: int, num_waiting: int = 0, sha
     return passes
 
 
-def num_passes(workload: BlockWorkload, sequences: int, budget: int) -> int:
-    """Passes over the layers until a block has been generated. Each reads what is on the disk once."""
-    return len(_prompt_passes(workload, sequences, budget)) + round(workload.output_tokens) - 1
-
-
-def _prompt_passes(workload: BlockWorkload, sequences: int, budget: int) -> list[int]:
+def block_passes(workload: BlockWorkload, sequences: int, budget: int) -> list[int]:
+    """See prompt_passes: of the prompts of a block."""
     shared = round(workload.shared_tokens) if workload.num_prefixes else 0
     tokens, firsts = round(workload.prompt_tokens), round(workload.num_prefixes) if shared else sequences
     firsts = min(firsts, sequences)
@@ -99,7 +95,7 @@ def model_of(
     only_weights  whether cache and activations stay where they are computed
     """
     corrections, block, device = profile.corrections, micro_batch * num_batches, profile.device
-    passes = _prompt_passes(workload, block, budget)
+    passes = block_passes(workload, block, budget)
     links, disk = links_of(profile), profile.disk
     products = sum(profile.products.at(rows) for rows in passes)
     pairs = workload.pairs(block)

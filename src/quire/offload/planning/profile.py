@@ -284,7 +284,6 @@ class Profile:
     conditions   what it is valid for
     disk         the disk
     copy         bytes that all threads copy within memory, per second
-    yardstick    seconds of a fixed product, which show whether the machine is as it was
     products     seconds of a layer's products, norms and calls, by rows
     head         seconds of the output head, by rows
     attention    seconds of attention while decoding
@@ -298,7 +297,6 @@ class Profile:
     conditions: Conditions
     disk: DiskSpeeds
     copy: Rate
-    yardstick: float
     products: SecondsCurve
     head: SecondsCurve
     attention: Attention
@@ -328,6 +326,8 @@ def profile_text(profile: Profile) -> str:
 
 def profile_of(fields: Any) -> Profile:
     """The profile of a file's fields. Raises ConfigError that names the field."""
+    if isinstance(fields, dict):
+        fields = {name: value for name, value in fields.items() if name != "yardstick"}  # of older versions
     return formatted(Profile, fields, FORMAT, f"a profile of format {FORMAT}; quire plan hardware makes one")
 
 
