@@ -32,7 +32,7 @@ from quire.simulation.queueing import waits
 from quire.simulation.run import may_skip, run_of, skipping
 from quire.simulation.setup import Bandwidths, Replicas, Setup
 from quire.timing.latency import Origin, StepTime, StepWork
-from quire.workload.workload import Arrivals, Floats, Ints, Span, Workload
+from quire.workload.workload import Arrivals, Floats, Span, Workload
 
 
 def _untold(done: int, total: int) -> None:
@@ -150,7 +150,7 @@ class Parts:
         if "prefill" in by_role:
             found = simulate_prompts(by_role["prefill"], ways, workload, self.tpot, seed, progress)
         else:
-            found = _skipping_or_alone(by_role["mixed"], ways, workload, seed, progress)
+            found = _on_instance(by_role["mixed"], ways, workload, seed, progress)
         return found.counting(workload.counted)
 
 
@@ -158,7 +158,7 @@ def simulate_prompts(
     replicas: Replicas, ways: Bandwidths, workload: Workload, tpot: float, seed: int, progress: Progress = _untold
 ) -> Outcome:
     """The first tokens of an instance that computes prompts. tpot: see Parts."""
-    return _skipping_or_alone(replicas, ways, prompts_of(workload, tpot), seed, progress)
+    return _on_instance(replicas, ways, prompts_of(workload, tpot), seed, progress)
 
 
 def simulate_decoding(
@@ -166,14 +166,11 @@ def simulate_decoding(
 ) -> Outcome:
     """The answers of an instance that decodes. Of a request, the first token comes when its transfer is asked for."""
     computing_nothing = computed(replicas)
-    if may_skip(computing_nothing):
-        found = skipping(computing_nothing, workload, 0.0, progress)
-    else:
-        found = _alone(computing_nothing, Bandwidths(server=0.0, hop=0.0), workload, seed, progress)
+    found = _on_instance(computing_nothing, Bandwidths(server=0.0, hop=0.0), workload, seed, progress)
     # A prompt joins in a step of its own. So does a cache: the receiver makes room for it between two steps, and
     # decodes it between two later ones.
     num_sent = np.where(found.num_out > 1, found.num_in - found.num_cached, 0)
-    bulk = _bulk_seconds(replicas, ways, num_sent)
+    bulk = num_sent * seconds_per_token(replicas, ways)
     order = np.argsort(found.arrived, kind="stable")
     waited = np.zeros(len(order))
     waited[order] = waits(found.arrived[order], bulk[order])
@@ -199,7 +196,8 @@ def _tandem(
     """An instance that computes prompts and one that decodes them."""
     prompts = simulate_prompts(computing, ways, workload, tpot, seed)
     is_begun, num_out = np.isfinite(prompts.first), workload.columns.num_out
-    bulk = _bulk_seconds(decoding, ways, workload.prompt_tokens - workload.cached_tokens)
+    num_sent = workload.prompt_tokens - workload.cached_tokens
+    bulk = np.asarray(num_sent * seconds_per_token(decoding, ways), np.float64)
     there = prompts.first - ways.server - ways.hop + _transfer_seconds(ways, bulk)
     at = np.where(is_begun, there, prompts.arrived)
     order = np.argsort(at, kind="stable")
@@ -216,13 +214,8 @@ def _tandem(
     ).counting(workload.counted)
 
 
-def _bulk_seconds(replicas: Replicas, ways: Bandwidths, num_tokens: Ints) -> Floats:
-    """Seconds that caches keep the link of their receiver: f64 [n]. num_tokens: of each."""
-    return np.asarray(num_tokens * seconds_per_token(replicas, ways), np.float64)
-
-
 def _transfer_seconds(ways: Bandwidths, bulk: Floats) -> Floats:
-    """Until caches are there, without others before them: f64 [n]. bulk: see _bulk_seconds."""
+    """Until caches are there, without others before them: f64 [n]. bulk: seconds that each keeps the link."""
     return 2 * ways.hop + ways.bulk.latency + bulk
 
 
@@ -243,16 +236,11 @@ def computed(replicas: Replicas) -> Replicas:
     )
 
 
-def _skipping_or_alone(
-    replicas: Replicas, ways: Bandwidths, workload: Workload, seed: int, progress: Progress
-) -> Outcome:
-    """What comes of a workload on an instance; steps are skipped where they can be."""
+def _on_instance(replicas: Replicas, ways: Bandwidths, workload: Workload, seed: int, progress: Progress) -> Outcome:
+    """What comes of a workload on an engine that stands for an instance: its messages pass the router. Steps are
+    skipped where they can be.
+    """
     if may_skip(replicas):
         return skipping(replicas, workload, ways.server + ways.hop, progress)
-    return _alone(replicas, ways, workload, seed, progress)
-
-
-def _alone(replicas: Replicas, ways: Bandwidths, workload: Workload, seed: int, progress: Progress) -> Outcome:
-    """What comes of a workload on an engine that stands for an instance: its messages pass the router."""
     to_instance = dataclasses.replace(ways, server=ways.server + ways.hop)
     return run_of(Setup((replicas,), to_instance, is_cluster=False), workload, seed, progress)
