@@ -133,7 +133,7 @@ def test_the_ceiling_counts_what_rows_attend_to_and_is_not_exceeded(kind: str) -
     """What a window or retention leaves out takes no time: the ceiling is above that of a dense cache, and holds."""
     retention = {"retain.budget": 0.25, "retain.profile_rows": 16}
     plan = plan_of(FITTED, **(retention if kind == "retention" else {"window": 128}))
-    setup = Setup((Replicas("mixed", plan),), is_cluster=False)
+    setup = Setup((Replicas("mixed", plan),))
     workload = load(3, 60, 1e6)
     dense = bound_of(setup.replicas[0]).mixed(RequestStats.of(workload), ANYTHING)
     ceiling = ceiling_of(setup, workload)

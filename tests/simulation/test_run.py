@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.config import ClusterConfig
 from quire.placement.placement_file import Instances, Placement, Predicted
 from quire.planning.option_trials import OptionTrials
 from quire.simulation.load import Load
@@ -19,9 +20,9 @@ from tests.cli.test_plan_placement import _quick as _quick
 from tests.cli.test_plan_placement import made_workload, planner
 
 
-def setup_of_three(planned: OptionTrials, **fields: Any) -> Setup:
+def setup_of_three(planned: OptionTrials, **settings: Any) -> Setup:
     placement = Placement((Instances("mixed", 3),), Predicted(3.0, 3.0, "GPU", 1.0, 0.9))
-    return dataclasses.replace(planned.model.setup(placement), **fields)
+    return dataclasses.replace(planned.model.setup(placement), cluster=ClusterConfig(**settings))
 
 
 def test_a_whole_setup_is_simulated_with_its_routing() -> None:
@@ -44,5 +45,10 @@ def test_a_cluster_that_fetches_prefixes_skips_no_steps() -> None:
     found = SimulationRun(setup, load, 12.0, 0, quickly).outcome()
     assert np.array_equal(found.last, SimulationRun(setup, load, 12.0, 0).outcome().last)
     assert any("neighbour" in str(each.counters) for each in found.used)
-    alone = SimulationRun(dataclasses.replace(setup, fetches=False), load, 12.0, 0, quickly).outcome()
+    assert not np.isnan(found.stages["queue"]).any()
+    (first,), config = setup.replicas, setup.replicas[0].config
+    unshared = dataclasses.replace(config, cache=dataclasses.replace(config.cache, share=False))
+    first = dataclasses.replace(first, plan=dataclasses.replace(first.plan, config=unshared))
+    alone = SimulationRun(dataclasses.replace(setup, replicas=(first,)), load, 12.0, 0, quickly).outcome()
     assert not any("neighbour" in str(each.counters) for each in alone.used)
+    assert np.isnan(alone.stages["queue"]).all(), "steps are skipped"

@@ -107,7 +107,7 @@ def print_setup(setup: Setup) -> None:
 
     rows = []
     for each in setup.replicas:
-        sizes, capacity, role = each.plan.sizes, each.capacity, each.role if setup.is_cluster else "engine"
+        sizes, capacity, role = each.plan.sizes, each.capacity, "engine" if setup.cluster is None else each.role
         rows.append(
             (
                 f"{each.count} x {role}", each.unit, f"{sizes.tokens:,} tokens", f"{capacity.prompt_rows:,}",
@@ -127,7 +127,7 @@ def print_setup(setup: Setup) -> None:
         ("bulk", f"caches at {format_bytes(int(ways.bulk.bytes_per_second))}/s"),
     ):
         names = ("shm", "tcp") if name == "bulk" else (name,)
-        if name == "server" or setup.is_cluster:
+        if name == "server" or setup.cluster is not None:
             told.append(f"{text} ({'measured' if ways.measured.intersection(names) else 'modelled'})")
     print("; ".join(told))
 

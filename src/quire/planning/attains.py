@@ -192,7 +192,7 @@ class GoodputSearch:
         def run(rate: float, seed: int) -> SimulationRun:
             if time.monotonic() >= self.end:
                 raise _OverError
-            if not setup.is_cluster or (is_pair and seed == self.seed):
+            if setup.cluster is None or (is_pair and seed == self.seed):
                 return SimulationRun(setup, self.load, rate, seed, Parts(min(self.slo.tpot, MOST_TPOT)))
             return SimulationRun(setup, self.load, rate, seed)
 

@@ -45,7 +45,7 @@ from quire.options import format_bytes
 from quire.placement.placement_file import Gpus
 from quire.simulation.candidate import Candidate, InstanceGroup, counts_of
 from quire.simulation.engine import Plan, check_simulated
-from quire.simulation.setup import HOP_SECONDS, Bandwidths, Replicas, Setup, setup_of, tiers_of
+from quire.simulation.setup import HOP_SECONDS, Bandwidths, Replicas, Setup, tiers_of
 from quire.timing.analytic import MODELS, AnalyticModel, ModelNumbers
 from quire.timing.devices import Device, device_named
 from quire.timing.latency import Link
@@ -187,7 +187,7 @@ class Target:
             tiers = [dataclasses.replace(tier, cap=tier.cap // grain) for tier in tiers_of(each.config, ways)]
             unit = f"{self.device.name}, tp {each.tp} pp {each.pp}"
             replicas.append(Replicas(each.role, plan, each.count, tuple(tiers), unit))
-        return setup_of(replicas, ways, candidate)
+        return Setup(tuple(replicas), ways, candidate.cluster, in_pairs)
 
     def _plan(self, latency: AnalyticModel, config: EngineConfig, memory: int, grain: int) -> Plan:
         """An engine with a flat table. grain: bytes that one byte of its cache stands for."""

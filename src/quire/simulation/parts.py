@@ -141,7 +141,7 @@ class Parts:
 
     def __call__(self, setup: Setup, workload: Workload, seed: int, progress: Progress) -> Outcome:
         """See Driver."""
-        ways = setup.ways if setup.is_cluster else dataclasses.replace(setup.ways, hop=0.0)
+        ways = setup.ways if setup.cluster is not None else dataclasses.replace(setup.ways, hop=0.0)
         by_role = {each.role: each for each in setup.replicas}
         if len(by_role) == 2:
             return _tandem(by_role["prefill"], by_role["decode"], ways, workload, self.tpot, seed, progress)
@@ -243,4 +243,4 @@ def _on_instance(replicas: Replicas, ways: Bandwidths, workload: Workload, seed:
     if may_skip(replicas):
         return skipping(replicas, workload, ways.server + ways.hop, progress)
     to_instance = dataclasses.replace(ways, server=ways.server + ways.hop)
-    return run_of(Setup((replicas,), to_instance, is_cluster=False), workload, seed, progress)
+    return run_of(Setup((replicas,), to_instance), workload, seed, progress)

@@ -35,11 +35,13 @@ def exactly(setup: Setup, workload: Workload, seed: int, progress: Progress) -> 
 def quickly(setup: Setup, workload: Workload, seed: int, progress: Progress) -> Outcome:
     """See Driver. Only the times of the outcome count: mixed instances skip steps where that changes none of them."""
     first, *others = setup.replicas
-    fetches = setup.fetches and first.count > 1 and bool(workload.cached_tokens.any())
+    fetches = first.config.cache.share and first.count > 1 and bool(workload.cached_tokens.any())
     if others or first.role != "mixed" or not may_skip(first) or fetches:
         return exactly(setup, workload, seed, progress)
-    messages = setup.ways.server + setup.ways.hop * setup.is_cluster
-    return skipping(first, workload, messages, progress, setup.routing).counting(workload.counted)
+    if setup.cluster is None:
+        return skipping(first, workload, setup.ways.server, progress).counting(workload.counted)
+    messages = setup.ways.server + setup.ways.hop
+    return skipping(first, workload, messages, progress, setup.cluster.routing).counting(workload.counted)
 
 
 def run_of(setup: Setup, workload: Workload, seed: int, progress: Progress = lambda done, total: None) -> Outcome:

@@ -14,7 +14,7 @@ import copy
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -88,23 +88,6 @@ class Bandwidths:
     pinned: Link = LINKS["pinned"]
     measured: frozenset[str] = frozenset()
 
-    @classmethod
-    def of(cls, links: Mapping[str, Link], transport: str = "shm") -> Bandwidths:
-        """The ways that were measured, and defaults for the others.
-
-        links      of latency models, by name
-        transport  of caches between instances: shm or tcp
-        """
-        known = {**LINKS, **links}
-        return cls(bulk=known[transport], disk=known["disk"], pinned=known["pinned"], measured=frozenset(links))
-
-    def across(self, between: int | None) -> Bandwidths:
-        """The same for caches that cross a network. between: its bytes/s; None: they cross none."""
-        if between is None:
-            return self
-        speed = min(float(between), self.bulk.bytes_per_second)
-        return replace(self, bulk=Link(self.bulk.latency, speed))
-
 
 @dataclass(frozen=True)
 class TierSize:
@@ -161,19 +144,14 @@ class Replicas:
 class Setup:
     """What takes the requests.
 
-    is_cluster  whether a router and instances do; otherwise one engine in the server's process does
-    in_pairs    whether caches stay within pairs of an instance for prompts and one that decodes
+    cluster   settings of the router; None: one engine in the server's process takes them
+    in_pairs  whether caches stay within pairs of an instance for prompts and one that decodes
     """
 
     replicas: tuple[Replicas, ...]
     ways: Bandwidths = field(default_factory=Bandwidths)
-    is_cluster: bool = True
+    cluster: ClusterConfig | None = None
     in_pairs: bool = False
-    routing: str = "expected"
-    shares: bool = True
-    fetches: bool = True
-    timeout: float = 60.0
-    tries: int = 4
 
     @property
     def vocab_size(self) -> int:
@@ -199,13 +177,14 @@ class Setup:
         """Measures the instances of a cluster, or those for prompts among them, once, before other processes get copies
         of them.
         """
-        for each in self.replicas if self.is_cluster else ():
+        for each in () if self.cluster is None else self.replicas:
             if all_roles or each.role == "prefill":
                 _ = each.capacity
 
     def front_of(self, events: Events) -> Front:
         """What `simulate` gives the requests to."""
-        if not self.is_cluster:
+        settings, config = self.cluster, self.replicas[0].config
+        if settings is None:
             (only,) = self.replicas
             return Alone(events, only.engine, only.stores, overhead=self.ways.server)
         places = self.places
@@ -214,13 +193,13 @@ class Setup:
             [Place(name, each.role, each.engine, each.capacity, each.stores) for name, each in places.items()],
             hop=self.ways.hop,
             bulk=self.ways.bulk,
-            routing=self.routing,
-            shares=self.shares,
-            fetches=self.fetches,
+            routing=settings.routing,
+            shares=config.cache.share,
+            fetches=config.cache.share and not config.retain.is_on,
             overhead=self.ways.server,
-            timeout=self.timeout,
-            tries=self.tries,
-            max_queue=self.replicas[0].plan.config.scheduler.max_queue,
+            timeout=settings.timeout,
+            tries=settings.tries,
+            max_queue=config.scheduler.max_queue,
         )
         if self.in_pairs:
             groups = colocated_groups({name: each.role for name, each in places.items()}, "pairs")
@@ -327,34 +306,26 @@ class LocalModel:
     def setup(self, candidate: Candidate) -> Setup:
         """See Maker."""
         replicas = [self.replicas(each) for each in candidate.groups]
-        ways = ways_of([each.plan.latency for each in replicas], candidate.transport).across(candidate.between)
-        return setup_of(replicas, ways, candidate)
+        ways = ways_of([each.plan.latency for each in replicas], candidate.transport, candidate.between)
+        return Setup(tuple(replicas), ways, candidate.cluster, candidate.in_pairs)
 
 
-def setup_of(replicas: Sequence[Replicas], ways: Bandwidths, candidate: Candidate) -> Setup:
-    """The instances of a candidate behind a router, as `Supervisor` has it, or the only one by itself."""
-    settings, config = candidate.cluster, replicas[0].config
-    if settings is None:
-        return Setup(tuple(replicas), ways, is_cluster=False)
-    return Setup(
-        tuple(replicas),
-        ways,
-        in_pairs=candidate.in_pairs,
-        routing=settings.routing,
-        shares=config.cache.share,
-        fetches=config.cache.share and not config.retain.is_on,
-        timeout=settings.timeout,
-        tries=settings.tries,
-    )
+def ways_of(latencies: Sequence[StepTime], transport: str = "shm", between: int | None = None) -> Bandwidths:
+    """The ways that came with latency models, and defaults for the others. If two models have measured the same way,
+    the first one counts.
 
-
-def ways_of(latencies: Sequence[StepTime], transport: str = "shm") -> Bandwidths:
-    """The ways that came with latency models: of two that were measured the one of the first model."""
+    transport  of caches between instances: shm or tcp
+    between    bytes/s of a network that these cross; None: they cross none
+    """
     links: dict[str, Link] = {}
     for latency in latencies:
         if isinstance(latency, LatencyModel):  # others have no links of their own
             links = {**latency.links, **links}
-    return Bandwidths.of(links, transport)
+    known = {**LINKS, **links}
+    bulk = known[transport]
+    if between is not None:
+        bulk = Link(bulk.latency, min(float(between), bulk.bytes_per_second))
+    return Bandwidths(bulk=bulk, disk=known["disk"], pinned=known["pinned"], measured=frozenset(links))
 
 
 def tiers_of(config: EngineConfig, ways: Bandwidths) -> tuple[TierSize, ...]:
