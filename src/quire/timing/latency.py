@@ -188,6 +188,7 @@ class LatencyModel:
     counts: dict[str, int] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     paper: dict[str, float] = field(default_factory=dict)
+    origin = Origin.FITTED
 
     def __post_init__(self) -> None:
         if any(after <= before for before, after in itertools.pairwise(self.knots)):
@@ -203,11 +204,6 @@ class LatencyModel:
         for name, bounds in self.ranges.items():
             if bounds[0] > bounds[1]:
                 raise ConfigError(f"ranges.{name} is {list(bounds)}; it must be a smallest and a largest value")
-
-    @property
-    def origin(self) -> Origin:
-        """See StepTime."""
-        return Origin.FITTED
 
     def seconds(self, work: StepWork) -> float:
         """See StepTime."""

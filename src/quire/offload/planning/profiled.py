@@ -68,11 +68,7 @@ class ProfiledTime:
     profile: Profile
     sizes: Sizes
     weights: Split
-
-    @property
-    def origin(self) -> Origin:
-        """See StepTime."""
-        return Origin.FITTED
+    origin = Origin.FITTED
 
     def seconds(self, work: StepWork) -> float:
         """See StepTime."""
