@@ -15,9 +15,10 @@ from quire.planning.attains import bound_of, ceiling_of
 from quire.planning.bounds import Bound, RequestStats, joint_bound
 from quire.simulation.bulk import simulate_bulk
 from quire.simulation.engine import Plan
+from quire.simulation.hardware import Target
 from quire.simulation.run import run_of
 from quire.simulation.setup import Replicas, Setup
-from quire.timing.analytic import MODELS, AnalyticModel
+from quire.timing.analytic import AnalyticModel
 from quire.timing.devices import DEVICES
 from quire.timing.latency import LatencyModel, StepTime, StepWork, pairs_of
 from quire.workload.slo import ANYTHING, Slo
@@ -36,8 +37,8 @@ FITTED = LatencyModel(
 
 
 def latencies() -> list[StepTime]:
-    model, device = MODELS["opt-13b"], DEVICES["a100-80g"]
-    return [FITTED, *(AnalyticModel(model, device, tp, pp) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 4), (1, 8)))]
+    target, config = Target("opt-13b", DEVICES["a100-80g"]), EngineConfig()
+    return [FITTED, *(target.latency(config, tp, pp) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 4), (1, 8)))]
 
 
 def names(latency: StepTime) -> str:

@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.config import ClusterConfig, EngineConfig
-from quire.simulation.hardware import Target, shape_of
-from quire.timing.analytic import MODELS
+from quire.simulation.hardware import Target
 from quire.timing.devices import DEVICES
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama-3-8b"])
-def test_a_model_in_numbers_has_their_parameters(name: str) -> None:
-    assert shape_of(name).num_parameters == MODELS[name].params
 
 
 @pytest.mark.parametrize(("name", "device", "tp"), [("llama-2-7b", "a100-80g", 1), ("opt-175b", "h200", 8)])

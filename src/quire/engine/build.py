@@ -102,7 +102,7 @@ def resolve(
     if config.offload.is_on:
         config, weight_bytes = with_offload(config, backend, weight_bytes, available)
     max_running, free = config.scheduler.max_running, max(0, available - weight_bytes)
-    pages = _arena_pages(config, shape, torch_dtype(dtype), calibration, backend)
+    pages = arena_pages(config, shape, torch_dtype(dtype), calibration, backend)
     offloaded = cache_bytes(config, context, *pages.sizes) if config.offload.is_on else None
     if config.cache.sparse_values < 1:
         _check_sparse_values(config.cache.sparse_values, backend, offloaded is not None)
@@ -137,7 +137,8 @@ def resolve(
             log.info("cache.memory holds all of offload.cache: the cache is in memory")
         memory = min(memory, arena.num_bytes)
         fits = dataclasses.replace(fits, disk_bytes=arena.num_bytes - memory)
-    budget = _token_budget(config, device_type)
+    budget = token_budget(config, device_type)
+    check_budget(budget, max_running)
     _check_retention(config, shape, backend, budget, fits.max_context)
     cores = usable_cores()
     if (config.runtime.threads or 0) > cores:
@@ -198,10 +199,13 @@ def _weight_bytes(
     return num_bytes
 
 
-def _arena_pages(
+def arena_pages(
     config: EngineConfig, shape: ModelShape, dtype: torch.dtype, calibration: Calibration | None, backend: str
 ) -> ArenaPages:
-    """The page sizes of the cache. Raises ConfigError as `sealed_pages` does."""
+    """The page sizes of the cache. Raises ConfigError as `sealed_pages` does.
+
+    calibration  the calibration of a codec that needs one; None: sizes are the codec's nominal ones
+    """
     layers_heads = shape.num_layers, shape.num_kv_heads
     sealed, sinks = sealed_pages(config, shape, dtype, calibration, backend)
     open_ = np.full(layers_heads, DenseCodec(shape.head_dim, dtype).page_bytes, np.int32)
@@ -215,14 +219,13 @@ def _arena_pages(
     )
 
 
-def _token_budget(config: EngineConfig, device_type: str) -> int:
-    """Rows of a step. Raises ConfigError if they are too few."""
-    max_running = config.scheduler.max_running
-    # A full batch leaves prefill room for a chunk, and for the rows that retention profiles together.
-    least = max_running + PAGE_TOKENS + (config.retain.profile_rows if config.retain.is_on else 0)
-    budget = config.scheduler.token_budget or max(TOKEN_BUDGET[device_type], least)
-    check_budget(budget, max_running)
-    return budget
+def token_budget(config: EngineConfig, device_type: str) -> int:
+    """Most rows of a step. If it is automatic, a full batch leaves prefill room for a chunk, and for the rows that
+    retention profiles together.
+    """
+    limits = config.scheduler
+    least = limits.max_running + PAGE_TOKENS + (config.retain.profile_rows if config.retain.is_on else 0)
+    return limits.token_budget or max(TOKEN_BUDGET[device_type], least)
 
 
 def load_model(checkpoint: Checkpoint, config: EngineConfig) -> Model:

@@ -48,6 +48,15 @@ def loaded_kind(name: str, size: Sequence[int], stored: str, form: Form, kinds: 
     return "Q8_0" if form == "g4" and size[1] % 32 == 0 else None
 
 
+def loaded_bytes(size: Sequence[int], kind: str | None, item_bytes: int) -> int:
+    """Bytes of a tensor in memory.
+
+    kind        its block type, see `loaded_kind`
+    item_bytes  bytes of a plain number
+    """
+    return math.prod(size) * item_bytes if kind is None else size[0] * loaded_row_bytes(kind, size[1])
+
+
 @dataclasses.dataclass
 class TensorGroup:
     """A group of a checkpoint's tensors with the same type in the file and the same type in memory.
@@ -70,27 +79,21 @@ def group_tensors(weights: Checkpoint, dtype: torch.dtype, form: Form, kinds: Co
     """Groups a checkpoint's tensors by type, the largest group first. Does not count a second copy of a tied head."""
     found: dict[tuple[str, str], TensorGroup] = {}
     for name, size in weights.shape.tensor_shapes.items():
-        kind, num_bytes = _loaded(weights, name, dtype, form, kinds)
+        kind = loaded_kind(name, size, weights.kind(name), form, kinds)
         key = weights.kind(name), kind or str(dtype).removeprefix("torch.")
         entry = found.setdefault(key, TensorGroup(*key))
         entry.tensors += 1
         entry.numbers += math.prod(size)
-        entry.num_bytes += num_bytes
+        entry.num_bytes += loaded_bytes(size, kind, dtype.itemsize)
     return sorted(found.values(), key=lambda entry: -entry.num_bytes)
 
 
 def loaded_sizes(weights: Checkpoint, dtype: torch.dtype, form: Form, kinds: Collection[str]) -> dict[str, int]:
     """Bytes of each tensor of a checkpoint in memory."""
-    return {name: _loaded(weights, name, dtype, form, kinds)[1] for name in weights.shape.tensor_shapes}
-
-
-def _loaded(
-    weights: Checkpoint, name: str, dtype: torch.dtype, form: Form, kinds: Collection[str]
-) -> tuple[str | None, int]:
-    """The block type of a tensor in memory, and its bytes."""
-    size = weights.shape.tensor_shapes[name]
-    kind = loaded_kind(name, size, weights.kind(name), form, kinds)
-    return kind, math.prod(size) * dtype.itemsize if kind is None else size[0] * loaded_row_bytes(kind, size[1])
+    return {
+        name: loaded_bytes(size, loaded_kind(name, size, weights.kind(name), form, kinds), dtype.itemsize)
+        for name, size in weights.shape.tensor_shapes.items()
+    }
 
 
 class WeightSource:

@@ -19,6 +19,7 @@ from quire.models.families import gguf_name, hf_name, shape_from_config, shape_f
 from quire.models.files import read_json
 from quire.models.gguf_file import GgufFile
 from quire.models.quants import BLOCK_KINDS, Blocks, dequantize
+from quire.models.resolve import resolve_model
 from quire.models.settings import CheckedSettings, one_line
 from quire.safe_io import check_regular
 
@@ -96,6 +97,19 @@ def open_model(path: str | Path) -> Checkpoint:
     if not path.exists():
         raise ModelError(f"{path}: no such file or folder")
     raise ModelError(f"{path}: neither a folder with config.json and safetensors nor a .gguf file")
+
+
+def stored_shape(name: str) -> tuple[ModelShape, dict[str, str]]:
+    """The shape of a model, and the type of each of its tensors in the file (see Checkpoint.kind), from its headers.
+
+    name  as for `LLM`, or a config.json without weights, whose tensors count as BF16
+    Raises ModelError.
+    """
+    if name.endswith(".json"):
+        shape = shape_from_config(read_json(Path(name), required=True), {})
+        return shape, dict.fromkeys(shape.tensor_shapes, "BF16")
+    with open_model(resolve_model(name)) as checkpoint:
+        return checkpoint.shape, {tensor: checkpoint.kind(tensor) for tensor in checkpoint.shape.tensor_shapes}
 
 
 class SafetensorsCheckpoint(Checkpoint):

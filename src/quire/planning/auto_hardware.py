@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import ClusterConfig, EngineConfig, format_bytes
-from quire.engine.build import LEAST_CHUNKS, TOKEN_BUDGET
+from quire.engine.build import LEAST_CHUNKS, token_budget
 from quire.errors import ConfigError
 from quire.planning.auto import Fit, Goal, Planner, Tools
 from quire.planning.points import Room, SettingsPoint
@@ -72,10 +72,8 @@ class HardwarePlanner(Planner):
             )
         config = settings.engine(self.config)
         check_modelled(config)
-        limits, cache_bytes = config.scheduler, int(tokens * model.token_bytes)
-        least = limits.max_running + PAGE_TOKENS + (config.retain.profile_rows if config.retain.is_on else 0)
-        budget = limits.token_budget or max(TOKEN_BUDGET["cuda"], least)
-        resolved = replace(config, scheduler=replace(limits, token_budget=budget))
+        cache_bytes = int(tokens * model.token_bytes)
+        resolved = replace(config, scheduler=replace(config.scheduler, token_budget=token_budget(config, "cuda")))
         total = int(model.gpu_weight_bytes + cache_bytes / (tp * pp))
         return Fit(Room(cache_bytes, total, int(settings.num_instances * tokens)), resolved)
 

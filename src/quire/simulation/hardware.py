@@ -15,7 +15,6 @@ for 64 layers of 72 heads. Different is:
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,29 +28,21 @@ from quire.config import (
     ModelConfig,
     RuntimeConfig,
 )
-from quire.engine.build import TOKEN_BUDGET, resolve
-from quire.engine.control_plane import sealed_pages
-from quire.engine.sizes import page_counts
+from quire.engine.build import arena_pages, resolve, token_budget
 from quire.errors import ConfigError
-from quire.models.families import shape_from_config
-from quire.models.files import read_json
 from quire.models.layers import torch_dtype
-from quire.models.loading import loaded_kind
-from quire.models.quants import BLOCK_KINDS, loaded_row_bytes
-from quire.models.resolve import resolve_model
+from quire.models.loading import loaded_bytes, loaded_kind
+from quire.models.quants import BLOCK_KINDS
 from quire.models.shape import ITEM_BYTES, ModelShape
-from quire.models.weights import open_model
+from quire.models.weights import stored_shape
 from quire.options import format_bytes
 from quire.placement.placement_file import Gpus
 from quire.simulation.candidate import Candidate, InstanceGroup, counts_of
 from quire.simulation.engine import Plan, check_simulated
 from quire.simulation.setup import HOP_SECONDS, Bandwidths, Replicas, Setup, tiers_of
-from quire.timing.analytic import MODELS, AnalyticModel, ModelNumbers
+from quire.timing.analytic import MODELS, AnalyticModel
 from quire.timing.devices import Device, device_named
 from quire.timing.latency import Link
-
-CONTEXTS = {"opt": 2048, "llama-2": 4096, "llama-3": 8192}
-"""Positions of the models in MODELS, by the beginning of their names."""
 
 FLAT_HIDDEN = 64
 """Width of the flat shape: no number follows from it."""
@@ -85,28 +76,15 @@ class Target:
     @cached_property
     def _checkpoint(self) -> tuple[ModelShape, dict[str, str]]:
         """The shape, and the types of the stored tensors."""
-        if self._is_named:
-            shape = shape_of(self.name)
-        elif self.name.endswith(".json"):
-            shape = shape_from_config(read_json(Path(self.name), required=True), {})
-        else:
-            with open_model(resolve_model(self.name)) as checkpoint:
-                return checkpoint.shape, {name: checkpoint.kind(name) for name in checkpoint.shape.tensor_shapes}
+        shape = MODELS.get(self.name.lower())
+        if shape is None or Path(self.name).exists():
+            return stored_shape(self.name)
         return shape, dict.fromkeys(shape.tensor_shapes, "BF16")
-
-    @property
-    def _is_named(self) -> bool:
-        return self.name.lower() in MODELS and not Path(self.name).exists()
 
     @property
     def shape(self) -> ModelShape:
         """Of the model."""
         return self._checkpoint[0]
-
-    @property
-    def numbers(self) -> ModelNumbers:
-        """Of the model."""
-        return MODELS[self.name.lower()] if self._is_named else ModelNumbers.from_shape(self.shape)
 
     def dtype(self, config: EngineConfig) -> str:
         """Of weights, activations and dense pages."""
@@ -118,27 +96,21 @@ class Target:
 
     def weight_bytes(self, config: EngineConfig) -> float:
         """Of all weights, as they are held."""
-        key = self.dtype(config), config.model.weights
-        if key not in self._weight_bytes:
-            self._weight_bytes[key] = self._sum_weights(config)
-        return self._weight_bytes[key]
-
-    def _sum_weights(self, config: EngineConfig) -> float:
-        shape, kinds = self._checkpoint
-        found, item = 0.0, ITEM_BYTES[self.dtype(config)]
-        for name, size in shape.tensor_shapes.items():
-            kind = loaded_kind(name, size, kinds[name], config.model.weights, BLOCK_KINDS)
-            found += math.prod(size) * item if kind is None else size[0] * loaded_row_bytes(kind, size[1])
-        return found
+        dtype, form = self.dtype(config), config.model.weights
+        if (dtype, form) not in self._weight_bytes:
+            shape, stored = self._checkpoint
+            self._weight_bytes[dtype, form] = float(
+                sum(
+                    loaded_bytes(size, loaded_kind(name, size, stored[name], form, BLOCK_KINDS), ITEM_BYTES[dtype])
+                    for name, size in shape.tensor_shapes.items()
+                )
+            )
+        return self._weight_bytes[dtype, form]
 
     def token_bytes(self, config: EngineConfig) -> float:
         """Of a cached token over all layers, as the codec stores it."""
-        shape, dtype = self.shape, self.dtype(config)
-        pages, _ = sealed_pages(config, shape, torch_dtype(dtype), None, "triton")
-        if pages is None:
-            return float(shape.kv_bytes_per_token(ITEM_BYTES[dtype]))
-        chunk = page_counts(pages, shape.num_layers, shape.num_kv_heads)
-        return sum(size * count for size, count in chunk.items()) / PAGE_TOKENS
+        pages = arena_pages(config, self.shape, torch_dtype(self.dtype(config)), None, "triton")
+        return pages.chunk_bytes / PAGE_TOKENS
 
     def context(self, config: EngineConfig) -> int:
         """Tokens of the longest request."""
@@ -151,8 +123,8 @@ class Target:
         """
         is_large = pp > self.gpus // (stage_gpus or tp)
         return AnalyticModel(
-            self.numbers, self.device, tp, pp, float(ITEM_BYTES[self.dtype(config)]), self.weight_bytes(config),
-            self.token_bytes(config), usable=self.usable, pp_link=self.slow_link if is_large else None,
+            self.shape, self.device, self.weight_bytes(config), self.token_bytes(config), tp, pp,
+            float(ITEM_BYTES[self.dtype(config)]), self.usable, self.slow_link if is_large else None,
         )  # fmt: skip
 
     def candidate(
@@ -195,14 +167,12 @@ class Target:
         if context > self.shape.context_limit:
             raise ConfigError(f"model.max_context is {context}; this model serves at most {self.shape.context_limit}")
         limits, cache = config.scheduler, config.cache
-        least = limits.max_running + PAGE_TOKENS + (config.retain.profile_rows if config.retain.is_on else 0)
-        budget = limits.token_budget or max(TOKEN_BUDGET["cuda"], least)
         flat = EngineConfig(
             model=ModelConfig(dtype="float16"),
             cache=CacheConfig(memory=memory // grain, share=cache.share, lifetime=cache.lifetime),
             retain=config.retain,
             attention=AttentionConfig(backend="reference"),
-            scheduler=dataclasses.replace(limits, token_budget=budget),
+            scheduler=dataclasses.replace(limits, token_budget=token_budget(config, "cuda")),
             runtime=RuntimeConfig(device="cpu", threads=1),
         )
         shape = ModelShape(
@@ -224,20 +194,6 @@ def check_modelled(config: EngineConfig) -> None:
     ):
         if is_on:
             raise ConfigError(f"{key} is set, and no formula for other hardware knows it; leave it out")
-
-
-def shape_of(name: str) -> ModelShape:
-    """The shape of a model in MODELS. Its biases and norms are those of its family."""
-    numbers = MODELS[name.lower()]
-    is_opt = not numbers.gated
-    context = next(limit for beginning, limit in CONTEXTS.items() if name.lower().startswith(beginning))
-    return ModelShape(
-        architecture="opt" if is_opt else "llama", vocab_size=numbers.vocab, hidden_size=numbers.hidden,
-        num_layers=numbers.layers, num_q_heads=numbers.heads, num_kv_heads=numbers.kv_heads,
-        head_dim=numbers.head_dim, ffn_size=numbers.ffn, max_context=context, norm_eps=1e-5, rope=None,
-        tied_embeddings=is_opt, qkv_bias=is_opt, o_bias=is_opt, mlp_bias=is_opt,
-        activation="relu" if is_opt else "silu", dtype="float16",
-    )  # fmt: skip
 
 
 def _memory(latency: AnalyticModel, config: EngineConfig) -> int:

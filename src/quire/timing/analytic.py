@@ -22,82 +22,31 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError
-from quire.records import above
+from quire.models.shape import ModelShape
 from quire.timing.devices import Device
 from quire.timing.latency import Link, Origin, StepWork
 
-if TYPE_CHECKING:
-    from quire.models.shape import ModelShape
 
-
-@dataclass(frozen=True)
-class ModelNumbers:
-    """A model in numbers.
-
-    layers    number of layers
-    hidden    width of its rows
-    ffn       width of the inner layer
-    heads     query heads
-    kv_heads  key heads, as many as value heads
-    head_dim  channels of a head
-    vocab     tokens of the vocabulary
-    params    elements of all tensors
-    gated     whether the inner layer has a gate, a third matrix
-    """
-
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    params: int
-    gated: bool
-
-    @property
-    def layer_params(self) -> int:
-        """Elements of the matrices of a layer."""
-        attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
-        return attention + (3 if self.gated else 2) * self.ffn * self.hidden
-
-    @property
-    def pair_flops(self) -> int:
-        """Operations of a query and a token that it attends to, over all layers and heads."""
-        return 4 * self.layers * self.heads * self.head_dim
-
-    def kv_bytes(self, bits: float = 16.0) -> float:
-        """Bytes of a token's keys and values over all layers.
-
-        bits  of a number as it is cached: those of the dtype, or what a codec needs with all it stores
-        """
-        return 2 * self.layers * self.kv_heads * self.head_dim * bits / 8
-
-    @classmethod
-    def from_shape(cls, shape: ModelShape) -> ModelNumbers:
-        """The numbers of a checkpoint."""
-        return cls(
-            layers=shape.num_layers,
-            hidden=shape.hidden_size,
-            ffn=shape.ffn_size,
-            heads=shape.num_q_heads,
-            kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            vocab=shape.vocab_size,
-            params=shape.num_parameters,
-            gated=shape.architecture != "opt",
-        )
+def _known(
+    layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, context: int, *, is_opt: bool = False
+) -> ModelShape:
+    """A model of Llama's family or of OPT's. Nothing here depends on how it rotates."""
+    return ModelShape(
+        architecture="opt" if is_opt else "llama", vocab_size=vocab, hidden_size=hidden, num_layers=layers,
+        num_q_heads=heads, num_kv_heads=kv_heads, head_dim=hidden // heads, ffn_size=ffn, max_context=context,
+        norm_eps=1e-5, rope=None, tied_embeddings=is_opt, qkv_bias=is_opt, o_bias=is_opt, mlp_bias=is_opt,
+        activation="relu" if is_opt else "silu", dtype="float16",
+    )  # fmt: skip
 
 
 MODELS = {
-    "opt-13b": ModelNumbers(40, 5120, 20480, 40, 40, 128, 50272, 12_853_473_280, gated=False),
-    "opt-66b": ModelNumbers(64, 9216, 36864, 72, 72, 128, 50272, 65_719_701_504, gated=False),
-    "opt-175b": ModelNumbers(96, 12288, 49152, 96, 96, 128, 50272, 174_604_468_224, gated=False),
-    "llama-2-7b": ModelNumbers(32, 4096, 11008, 32, 32, 128, 32000, 6_738_415_616, gated=True),
-    "llama-3-8b": ModelNumbers(32, 4096, 14336, 32, 8, 128, 128256, 8_030_261_248, gated=True),
+    "opt-13b": _known(40, 5120, 20480, 40, 40, 50272, 2048, is_opt=True),
+    "opt-66b": _known(64, 9216, 36864, 72, 72, 50272, 2048, is_opt=True),
+    "opt-175b": _known(96, 12288, 49152, 96, 96, 50272, 2048, is_opt=True),
+    "llama-2-7b": _known(32, 4096, 11008, 32, 32, 32000, 4096),
+    "llama-3-8b": _known(32, 4096, 14336, 32, 8, 128256, 8192),
 }
 """Models by name."""
 
@@ -143,16 +92,6 @@ class Efficiency:
     network: float = 0.24
     hop: float = 4.7e-6
 
-    def __post_init__(self) -> None:
-        for name in ("products", "attention", "memory", "cache", "network"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; a share of a peak is above 0 and at most 1")
-        if not 0 <= self.exposed <= 1:
-            raise ConfigError(f"exposed is {self.exposed!r}; it must lie within 0 and 1")
-        for name in ("launch", "hop"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be seconds of at least 0")
-
 
 @dataclass(frozen=True)
 class AnalyticModel:
@@ -160,45 +99,35 @@ class AnalyticModel:
 
     model         what is computed
     device        a GPU of the instance; all are alike
+    weight_bytes  bytes of all weights as they are stored
+    token_bytes   bytes of a cached token over all layers
     tp            GPUs that share each layer
     pp            stages that share the layers
     dtype_bytes   bytes of a number of an activation
-    weight_bytes  bytes of all weights as they are stored; 0: `dtype_bytes` each
-    kv_bytes      bytes of a cached token over all layers; 0: of the dtype. See ModelNumbers.kv_bytes
     usable        share of the memory for weights and cache; the rest is for activations and the driver
-    tp_link       from one GPU of a layer to the next; None: within the node of the device
-    pp_link       from one stage to the next; None: the same
+    pp_link       from one stage to the next; None: within the node of the device, as between the GPUs of a layer
     efficiency    what kernels reach
     """
 
-    model: ModelNumbers
+    model: ModelShape
     device: Device
+    weight_bytes: float
+    token_bytes: float
     tp: int = 1
     pp: int = 1
     dtype_bytes: float = 2.0
-    weight_bytes: float = 0.0
-    kv_bytes: float = 0.0
     usable: float = 0.9
-    tp_link: Link | None = None
     pp_link: Link | None = None
     efficiency: Efficiency = field(default_factory=Efficiency)
+    origin = Origin.MODELLED
+    knots = ()
 
     def __post_init__(self) -> None:
-        model = self.model
-        if self.tp < 1 or model.heads % self.tp:
-            raise ConfigError(f"tp is {self.tp}; it must divide the {model.heads} heads")
-        if not 1 <= self.pp <= model.layers:
-            raise ConfigError(f"pp is {self.pp}; it must lie between 1 and the number of layers, {model.layers}")
-        if not 0 < self.usable <= 1:
-            raise ConfigError(f"usable is {self.usable!r}; it must be above 0 and at most 1")
-        above(self.dtype_bytes, "dtype_bytes")
-        above(self.total_bytes, "weight_bytes")
-        above(self.token_bytes, "kv_bytes")
-
-    @property
-    def origin(self) -> Origin:
-        """Nothing is measured on this hardware."""
-        return Origin.MODELLED
+        num_heads, num_layers = self.model.num_q_heads, self.model.num_layers
+        if self.tp < 1 or num_heads % self.tp:
+            raise ConfigError(f"tp is {self.tp}; it must divide the {num_heads} heads")
+        if not 1 <= self.pp <= num_layers:
+            raise ConfigError(f"pp is {self.pp}; it must lie between 1 and the number of layers, {num_layers}")
 
     def seconds(self, work: StepWork) -> float:
         """See StepTime."""
@@ -220,16 +149,11 @@ class AnalyticModel:
         assert not work.prompt_rows, f"a quiet step with {work.prompt_rows} rows of prompts"
         batches, costs = self._batches(work), self._costs
         fixed = work._replace(context=0.0, unique=0.0)
-        attended, read = costs.context / batches, costs.unique / batches
+        attended, read = costs.pair / batches, costs.unique / batches
         growing = _sum_of_larger(
             (attended * work.context, attended * work.decode_rows), (read * work.unique, read * work.decode_rows), count
         )
         return (count * self._through(fixed, batches) + growing) * max(1.0, batches * self._widest)
-
-    @property
-    def knots(self) -> tuple[int, ...]:
-        """See StepTime."""
-        return ()
 
     def covers(self, work: StepWork) -> bool:
         """See StepTime. A formula has no measured range, but a cache has a size."""
@@ -238,19 +162,9 @@ class AnalyticModel:
     # Memory.
 
     @property
-    def total_bytes(self) -> float:
-        """Bytes of all weights."""
-        return self.weight_bytes or self.model.params * self.dtype_bytes
-
-    @property
-    def token_bytes(self) -> float:
-        """Bytes of a cached token over all layers."""
-        return self.kv_bytes or self.model.kv_bytes(8 * self.dtype_bytes)
-
-    @property
     def gpu_weight_bytes(self) -> float:
         """Bytes of the weights of a GPU of the widest stage."""
-        return self.total_bytes * self._widest / self.tp
+        return self.weight_bytes * self._widest / self.tp
 
     @property
     def gpu_cache_bytes(self) -> float:
@@ -281,40 +195,40 @@ class AnalyticModel:
             (costs.head * sampled, costs.head_weights if sampled else 0.0),
         ):
             found += max(operations, reads) + exposed * min(operations, reads)
-        attention = max(costs.context * work.context, costs.unique * work.unique)
+        attention = max(costs.pair * work.context, costs.unique * work.unique)
         return found + (costs.pair * work.prompt_pairs + attention) / batches
 
     @cached_property
     def _widest(self) -> float:
         """Share of the layers in the widest stage."""
-        return math.ceil(self.model.layers / self.pp) / self.model.layers
+        return math.ceil(self.model.num_layers / self.pp) / self.model.num_layers
 
     @property
     def _kv_parts(self) -> int:
         """GPUs of a stage with different key heads: with more GPUs than heads, some have the same."""
-        return min(self.tp, self.model.kv_heads)
+        return min(self.tp, self.model.num_kv_heads)
 
     @cached_property
     def _costs(self) -> _Costs:
         model, device, reached, tp = self.model, self.device, self.efficiency, self.tp
-        link = Link(reached.hop, device.between * reached.network)
-        ring, hops = self.tp_link or link, self.pp_link or link
+        ring = Link(reached.hop, device.between * reached.network)
+        hops = self.pp_link or ring
         products, attention = device.flops * reached.products * tp, device.flops * reached.attention * tp
         memory = device.bandwidth * reached.memory * tp
-        layers, head = model.layers * model.layer_params, model.hidden * model.vocab
-        weight = self.total_bytes / model.params
-        row_bytes, reduces = model.hidden * self.dtype_bytes, 2 * model.layers
+        matrices = [size for name, size in model.tensor_shapes.items() if name.startswith("layers.") and len(size) == 2]
+        layers, head = sum(map(math.prod, matrices)), model.hidden_size * model.vocab_size
+        weight = self.weight_bytes / model.num_parameters
+        row_bytes, reduces = model.hidden_size * self.dtype_bytes, 2 * model.num_layers
         # A ring passes each part of a row on 2 (tp - 1) times, a tp-th of its bytes each time.
         passes = reduces * 2 * (tp - 1)
         return _Costs(
-            fixed=reached.launch * model.layers + passes * ring.latency + (self.pp - 1) * hops.latency,
+            fixed=reached.launch * model.num_layers + passes * ring.latency + (self.pp - 1) * hops.latency,
             row=row_bytes * (passes / tp / ring.bytes_per_second + (self.pp - 1) / hops.bytes_per_second),
             product=2 * layers / products,
             weights=layers * weight / memory,
             head=2 * head / products,
             head_weights=head * weight / memory,
-            pair=model.pair_flops / attention,
-            context=model.pair_flops / attention,
+            pair=4 * model.num_layers * model.q_size / attention,
             unique=self.token_bytes / (self._kv_parts * device.bandwidth * reached.cache),
         )
 
@@ -329,9 +243,8 @@ class _Costs:
     weights       reads of the weights of all layers
     head          operations of a sampled row's output head
     head_weights  reads of its weights
-    pair          operations of a pair of a prompt
-    context       operations of a token of context
-    unique        reads of a distinct one
+    pair          operations of a query and a token that it attends to
+    unique        reads of a distinct token of context
     """
 
     fixed: float
@@ -341,7 +254,6 @@ class _Costs:
     head: float
     head_weights: float
     pair: float
-    context: float
     unique: float
 
 

@@ -13,19 +13,14 @@ import torch
 from quire.cache.codecs import CODECS
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import EngineConfig
-from quire.engine.build import TOKEN_BUDGET
-from quire.engine.control_plane import sealed_pages
+from quire.engine.build import arena_pages, token_budget
 from quire.engine.machine import device_type_of, processor_name, usable_cores
-from quire.engine.sizes import page_counts
 from quire.kernels import runtime
-from quire.models.families import shape_from_config
-from quire.models.files import read_json
 from quire.models.layers import torch_dtype
-from quire.models.loading import loaded_kind
-from quire.models.quants import BLOCK_KINDS, loaded_row_bytes
-from quire.models.resolve import resolve_model
+from quire.models.loading import loaded_bytes, loaded_kind
+from quire.models.quants import BLOCK_KINDS
 from quire.models.shape import ITEM_BYTES
-from quire.models.weights import open_model
+from quire.models.weights import stored_shape
 from quire.offload.planning.profile import Conditions, numbers_of
 from quire.offload.planning.sizes import matrices_of, sizes_of
 
@@ -53,32 +48,18 @@ class Subject:
 
         Raises ModelError or ConfigError.
         """
-        path = Path(name)
-        if path.suffix == ".json":
-            shape = shape_from_config(read_json(path, required=True), {})
-            stored = dict.fromkeys(shape.tensor_shapes, "BF16")
-        else:
-            with open_model(resolve_model(name)) as checkpoint:
-                shape = checkpoint.shape
-                stored = {tensor: checkpoint.kind(tensor) for tensor in shape.tensor_shapes}
-        dtype = _dtype(shape, config)
+        shape, stored = stored_shape(name)
+        dtype, has_gpu = _dtype(shape, config), _has_gpu(config)
 
         def kind_of(tensor: str) -> str | None:
             size = shape.tensor_shapes[tensor]
             return loaded_kind(tensor, size, stored[tensor], config.model.weights, BLOCK_KINDS)
 
         def tensor_bytes(tensor: str, size: tuple[int, ...]) -> float:
-            kind = kind_of(tensor)
-            of_rows = ITEM_BYTES[dtype] * math.prod(size[1:]) if kind is None else loaded_row_bytes(kind, size[1])
-            return float(size[0] * of_rows)
+            return float(loaded_bytes(size, kind_of(tensor), ITEM_BYTES[dtype]))
 
-        has_gpu = _has_gpu(config)
-        pages, _ = sealed_pages(config, shape, torch_dtype(dtype), None, "triton" if has_gpu else "cpu")
-        per_token, of_open = 2.0 * shape.kv_size * ITEM_BYTES[dtype], 0.0
-        if pages is not None:
-            of_open = per_token
-            chunk = page_counts(pages, shape.num_layers, shape.num_kv_heads)
-            per_token = sum(size * count for size, count in chunk.items()) / shape.num_layers / PAGE_TOKENS
+        pages = arena_pages(config, shape, torch_dtype(dtype), None, "triton" if has_gpu else "cpu")
+        per_token, of_open = (chunk / shape.num_layers / PAGE_TOKENS for chunk in (pages.chunk_bytes, pages.open_bytes))
         gates_inside = not (has_gpu if on_gpu is None else on_gpu)
         sizes = sizes_of(shape, dtype, tensor_bytes, per_token, gates_inside=gates_inside)
         matrices = matrices_of(shape, tensor_bytes, kind_of)
@@ -109,9 +90,7 @@ class Subject:
     @property
     def token_budget(self) -> int:
         """Most rows of a step."""
-        scheduler = self.config.scheduler
-        usual = TOKEN_BUDGET[device_type_of(self.config.runtime.device)]
-        return scheduler.token_budget or max(usual, scheduler.max_running + PAGE_TOKENS)
+        return token_budget(self.config, device_type_of(self.config.runtime.device))
 
     @property
     def keeps_cache(self) -> bool:
