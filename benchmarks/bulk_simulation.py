@@ -24,7 +24,7 @@ from quire.config import EngineConfig
 from quire.engine.build import resolve
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
-from quire.simulation.bulk import simulate_bulk
+from quire.simulation.bulk import BulkSimulation
 from quire.simulation.engine import Plan
 from quire.timing.latency import LatencyModel
 from quire.workload.fitted import fit
@@ -51,7 +51,7 @@ def one(given: tuple[argparse.Namespace, int]) -> list[object]:
         resolved, sizes = resolve(config, shape, checkpoint)
     latency = MADE_UP if args.latency is None else LatencyModel.read(args.latency)
     begun, cpu = time.perf_counter(), time.process_time()
-    found = simulate_bulk(load, Plan(shape, resolved, sizes, latency), args.instances)
+    found = BulkSimulation(load, Plan(shape, resolved, sizes, latency), args.instances).run()
     seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
     digest = hashlib.blake2b(found.first.tobytes() + found.last.tobytes(), digest_size=6).hexdigest()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)

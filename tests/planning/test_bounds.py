@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.engine.build import resolve
 from quire.planning.attains import bound_of, ceiling_of
 from quire.planning.bounds import Bound, RequestStats, joint_bound
-from quire.simulation.bulk import simulate_bulk
+from quire.simulation.bulk import BulkSimulation
 from quire.simulation.engine import Plan
 from quire.simulation.hardware import Target
 from quire.simulation.run import run_of
@@ -71,7 +71,7 @@ def test_what_arrives_at_once_takes_at_least_as_long_as_the_bound_says(latency: 
     bound = Bound(latency, BUDGET, BATCH)
     for num_out in (None, 1):
         workload = load(seed, 100, 1e6, num_out)
-        outcome = simulate_bulk(workload, plan_of(latency), 1)
+        outcome = BulkSimulation(workload, plan_of(latency), 1).run()
         most = bound.mixed(RequestStats.of(workload), ANYTHING)
         assert (0.05 if getattr(latency, "pp", 1) > 2 else 0.3) * most < 100 / outcome.seconds <= most * (1 + 1e-9)
         if num_out == 1:
@@ -82,7 +82,7 @@ def test_what_arrives_at_once_takes_at_least_as_long_as_the_bound_says(latency: 
 def test_a_bound_of_zero_is_right(latency: StepTime) -> None:
     """Targets from what requests really get when they come alone: those that half of them meet are not excluded."""
     workload = load(7, 60, 1e-3)
-    outcome = simulate_bulk(workload, plan_of(latency), 1)
+    outcome = BulkSimulation(workload, plan_of(latency), 1).run()
     asked, bound = RequestStats.of(workload), Bound(latency, BUDGET, BATCH)
     ttft, tpot = float(np.quantile(outcome.ttft, 0.5)), float(np.quantile(outcome.tpot, 0.5))
     for slo in (Slo(ttft, np.inf, 0.5), Slo(np.inf, tpot, 0.5)):

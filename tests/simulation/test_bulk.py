@@ -12,7 +12,7 @@ import pytest
 from quire.cluster.members import Member
 from quire.config import EngineConfig
 from quire.engine.build import resolve
-from quire.simulation.bulk import simulate_bulk
+from quire.simulation.bulk import BulkSimulation
 from quire.simulation.cluster import Alone, Place, SimulatedCluster
 from quire.simulation.engine import Plan, make_engine
 from quire.simulation.outcome import Outcome
@@ -45,7 +45,7 @@ def both(workload: Workload, plan: Plan) -> tuple[Outcome, Outcome]:
     """What comes of a workload on one engine: step by step, and with skipped steps."""
     prompts = tokens(workload, range(200), 0)
     exact = simulate(workload, prompts, lambda events: Alone(events, partial(make_engine, plan)))
-    return exact, simulate_bulk(workload, plan, 1)
+    return exact, BulkSimulation(workload, plan, 1).run()
 
 
 def cluster_of(plan: Plan, count: int, workload: Workload, **settings: Any) -> Outcome:
@@ -99,7 +99,7 @@ def test_many_instances_behind_the_router_s_choice_do_too(seed: int, monkeypatch
     # Instances tell how full their memory is at other moments.
     monkeypatch.setattr(Member, "fullness", lambda member: len(member.sequences) / member.ready.batch)
     plan, workload = plan_of(200), load(seed, 80, 40.0)
-    equal_times(cluster_of(plan, 3, workload), simulate_bulk(workload, plan, 3))
+    equal_times(cluster_of(plan, 3, workload), BulkSimulation(workload, plan, 3).run())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +180,7 @@ def test_requests_that_find_the_queue_full_fail(most: int) -> None:
     assert exact.ttft[20] == pytest.approx(skipping.ttft[20])
     routed = cluster_of(plan, 2, workload, max_queue=most)
     assert routed.num_failed > 0
-    equal_times(routed, simulate_bulk(workload, plan, 2))
+    equal_times(routed, BulkSimulation(workload, plan, 2).run())
 
 
 def test_spans_may_have_any_id() -> None:
@@ -191,7 +191,7 @@ def test_spans_may_have_any_id() -> None:
     large = Workload("large", dataclasses.replace(small.columns, ids=ids[small.columns.ids]))
     exact, skipping = both(small, plan_of(200))
     equal_times(exact, skipping)
-    equal_times(exact, simulate_bulk(large, plan_of(200), 1))
+    equal_times(exact, BulkSimulation(large, plan_of(200), 1).run())
 
 
 def test_requests_of_the_same_time_share_a_step() -> None:
@@ -207,7 +207,7 @@ def test_equal_times_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Member, "fullness", lambda member: len(member.sequences) / member.ready.batch)
     workload = Workload("ticks", [Arrival(0.5 * (n // 6), (Span(n, 90 + n % 6),), 8) for n in range(30)])
     plan = plan_of(200)
-    equal_times(cluster_of(plan, 3, workload), simulate_bulk(workload, plan, 3))
+    equal_times(cluster_of(plan, 3, workload), BulkSimulation(workload, plan, 3).run())
 
 
 def test_a_router_knows_of_memory_that_is_free_again() -> None:
@@ -215,7 +215,7 @@ def test_a_router_knows_of_memory_that_is_free_again() -> None:
     spans = [(0.0, 900, 3), (2.0, 100, 3), (4.0, 100, 3)]
     workload = Workload("memory", [Arrival(at, (Span(n, size),), out) for n, (at, size, out) in enumerate(spans)])
     plan = plan_of(20, **{"cache.share": False})
-    exact, skipping = cluster_of(plan, 2, workload, shares=False), simulate_bulk(workload, plan, 2)
+    exact, skipping = cluster_of(plan, 2, workload, shares=False), BulkSimulation(workload, plan, 2).run()
     assert [each.num_steps for each in skipping.used] == [each.num_steps for each in exact.used]
     assert skipping.used[1].num_steps == 0
 
@@ -227,7 +227,7 @@ def test_the_hit_rate_falls_with_the_number_of_instances() -> None:
     workload = Workload("alike", [Arrival(0.02 * index, prompt, 4) for index, prompt in enumerate(spans)])
     plan, rates = plan_of(400), []
     for count in (1, 2, 4):
-        found = simulate_bulk(workload, plan, count, routing="queue")
+        found = BulkSimulation(workload, plan, count, routing="queue").run()
         rates.append(found.hit_rate["arena"])
         if count > 1:
             exact = cluster_of(plan, count, workload, routing="queue")
@@ -237,5 +237,5 @@ def test_the_hit_rate_falls_with_the_number_of_instances() -> None:
 
 def test_progress_is_told_of_small_loads_too() -> None:
     told: list[tuple[int, int]] = []
-    simulate_bulk(load(0, 60, 8.0), plan_of(200), 1, progress=lambda *counts: told.append(counts))
+    BulkSimulation(load(0, 60, 8.0), plan_of(200), 1, progress=lambda *counts: told.append(counts)).run()
     assert told[-1] == (60, 60) and len(told) == 60

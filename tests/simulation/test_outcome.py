@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from quire.simulation.bulk import simulate_bulk
+from quire.simulation.bulk import BulkSimulation
 from quire.simulation.cluster import Alone
 from quire.simulation.engine import make_engine
 from quire.simulation.outcome import Outcome, Used
@@ -115,7 +115,7 @@ def served(times: list[float], seconds: float, stages: int = 1) -> dict[str, np.
     load = Workload("fixed", [Arrival(at, (Span(number, 100),), 1) for number, at in enumerate(times)])
     prompts = [[number % 200] * 100 for number in range(len(times))]
     exact = simulate(load, prompts, lambda events: Alone(events, partial(make_engine, plan)))
-    return {"exact": exact.ttft, "bulk": simulate_bulk(load, plan, 1).ttft}
+    return {"exact": exact.ttft, "bulk": BulkSimulation(load, plan, 1).run().ttft}
 
 
 @pytest.mark.parametrize("stages,expected", [(1, [0.1, 0.15, 0.1]), (2, [0.1, 0.1, 0.1])])
@@ -142,6 +142,6 @@ def test_steps_outside_of_the_measured_range_are_counted() -> None:
     load = Workload("long", [Arrival(0.0, (Span(0, 100),), 5)])
     for found in (
         simulate(load, [[7] * 100], lambda events: Alone(events, partial(make_engine, plan))),
-        simulate_bulk(load, plan, 1),
+        BulkSimulation(load, plan, 1).run(),
     ):
         assert (found.used[0].num_steps, found.used[0].num_out) == (5, 1)

@@ -42,16 +42,8 @@ _NUM_TOLD = 100
 """Times that progress is told."""
 
 
-def simulate_bulk(
-    workload: Workload,
-    plan: Plan,
-    num_instances: int,
-    *,
-    routing: str = "expected",
-    prompt_rows: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Outcome:
-    """What comes of a workload on equal instances that compute prompts and decode.
+class BulkSimulation:
+    """A workload on equal instances that compute prompts and decode.
 
     A request fails if prompt and answer are longer than the context. It also fails if it comes when
     `scheduler.max_queue` sequences wait: in the queue of the only instance, or, of several, for their first tokens.
@@ -60,18 +52,16 @@ def simulate_bulk(
     prompt_rows  see Policy: of instances that only compute prompts
     progress     is told the number of requests that have ended, and of all
     """
-    return _Bulk(workload, plan, num_instances, routing, prompt_rows, progress).run()
 
-
-class _Bulk:
     def __init__(
         self,
         workload: Workload,
         plan: Plan,
-        count: int,
-        routing: str,
-        prompt_rows: int | None,
-        progress: Callable[[int, int], None],
+        num_instances: int,
+        *,
+        routing: str = "expected",
+        prompt_rows: int | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self._events, self._routing, self._progress = Events(), routing, progress
         # Small ids, for keys have room for those.
@@ -79,12 +69,12 @@ class _Bulk:
         self._columns = replace(workload.columns, ids=ids)
         self._index = PrefixIndex(MOST_KEYS)
         # Of a single instance nobody asks what it can do.
-        capacity = plan.capacity if count > 1 else MeasuredCapacity(1, 1, 1e-3, 1e-3)
+        capacity = plan.capacity if num_instances > 1 else MeasuredCapacity(1, 1, 1e-3, 1e-3)
         ready = InstanceReady(
             "", "", capacity.prompt_rows, capacity.batch, None, capacity.seconds_per_row,
             capacity.seconds_per_step,
         )  # fmt: skip
-        names = [f"mixed-{number}" for number in range(count)]
+        names = [f"mixed-{number}" for number in range(num_instances)]
         self._members = {name: Member(name, name, "mixed", Health.SERVING, ready) for name in names}
         self._serving = ServingInstances.of(self._members.values())
         self._instances = {
@@ -104,7 +94,7 @@ class _Bulk:
         self._num_done = self._num_unanswered = 0
 
     def run(self) -> Outcome:
-        """Lets all requests arrive, and end."""
+        """Lets all requests arrive, and end. Called once."""
         arrivals = self._columns
         for index in np.flatnonzero(arrivals.after >= 0).tolist():
             self._following.setdefault(int(arrivals.after[index]), []).append(index)

@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.simulation.bulk import simulate_bulk
+from quire.simulation.bulk import BulkSimulation
 from quire.simulation.load import Load
 from quire.simulation.outcome import Outcome
 from quire.simulation.pool import Progress
@@ -65,9 +65,9 @@ def skipping(
     routing   see ClusterConfig
     """
     prompt_rows = replicas.capacity.prompt_rows if replicas.role == "prefill" else None
-    found = simulate_bulk(
+    found = BulkSimulation(
         workload, replicas.plan, replicas.count, routing=routing, prompt_rows=prompt_rows, progress=progress
-    )
+    ).run()
     return dataclasses.replace(found, first=found.first + 2 * messages, last=found.last + 2 * messages)
 
 
