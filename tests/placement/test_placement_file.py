@@ -12,16 +12,17 @@ import pytest
 from quire.errors import ConfigError
 from quire.placement.divisions import Role
 from quire.placement.placement_file import Instances, Placement, read_placement
-from quire.planning.placement import PlacementTask, place_apart
+from quire.planning.placement import PlacementTask, place
 from tests.planning.test_placement import MOTIVATION, SMALL, gpus, rates
 
 
 def planned() -> Placement:
     needs = dataclasses.replace(SMALL, num_layers=2)
-    placement = place_apart(
+    placement = place(
         PlacementTask(
             gpus(1, 4), needs, rates(MOTIVATION), rate=10.0, options_of=lambda candidate: {"cache.memory": "1GiB"}
-        )
+        ),
+        "apart",
     )
     slo = {"ttft": 0.25, "tpot": 0.1, "attainment": 0.9}
     return dataclasses.replace(placement, workload={"name": "chat", "rate": 10.0}, slo=slo)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,15 +18,7 @@ from quire.placement.packing import fit, mix
 from quire.placement.placement_file import Placement, Predicted
 from quire.placement.rejected import Reason
 from quire.planning.goodput import Goodput, Verdict
-from quire.planning.placement import (
-    Budget,
-    PlacementError,
-    PlacementTask,
-    Rough,
-    place_apart,
-    place_mixed,
-    place_pairs,
-)
+from quire.planning.placement import PlacementError, PlacementTask, Rough, place
 from tests.effort import tries
 
 GB, GIB = 10**9, 1 << 30
@@ -41,6 +34,10 @@ def gpus(nodes: int, each: int, memory: int = 80 * GB, fast: bool = True) -> Clu
 def cpus(nodes: int, cores: int, memory: int = 64 * GIB) -> ClusterSpec:
     between = 125_000_000 if nodes > 1 else None
     return ClusterSpec(Nodes(count=nodes, cores=cores, memory=memory), Network(between=between))
+
+
+def threads_of(division: Division) -> dict[str, int]:
+    return {"runtime.threads": division.cores}
 
 
 def untried(placement: Placement) -> tuple[Option, ...]:
@@ -76,7 +73,7 @@ TOY = {"mixed tp 1 pp 1": 2.0, "mixed tp 2 pp 1": 5.0, "mixed tp 1 pp 2": 4.4, "
 
 
 def test_the_toy_takes_three_replicas_of_tp_2() -> None:
-    placement = place_mixed(PlacementTask(gpus(2, 4), SMALL, rates(TOY), rate=12.0))
+    placement = place(PlacementTask(gpus(2, 4), SMALL, rates(TOY), rate=12.0), "mixed")
     assert counts(placement) == [("mixed", 3, 2, 1)]
     assert placement.predicted == Predicted(15.0, 6.0, "GPU", 2.5, 0.95)
     rejected = {str(each.option): each.rate_per_unit for each in placement.rejected if each.why is Reason.SLOWER}
@@ -92,7 +89,7 @@ def test_the_toy_takes_three_replicas_of_tp_2() -> None:
 @pytest.mark.parametrize("rate", [2.0, 100.0])
 def test_goodput_counts_per_gpu_and_not_per_instance(rate: float) -> None:
     known = {"mixed tp 1 pp 1": 2.6, "mixed tp 2 pp 1": 5.0}
-    placement = place_mixed(PlacementTask(gpus(100, 2), SMALL, rates(known), rate=rate))
+    placement = place(PlacementTask(gpus(100, 2), SMALL, rates(known), rate=rate), "mixed")
     assert counts(placement) == [("mixed", -(-rate // 2.6), 1, 1)] and placement.predicted.rate_per_unit == 2.6
 
 
@@ -105,19 +102,19 @@ def test_two_gpus_for_prompts_and_one_that_decodes_serve_twice_what_three_mixed_
     rate: float | None, machine: int
 ) -> None:
     search = PlacementTask(gpus(1, machine), dataclasses.replace(SMALL, num_layers=1), rates(MOTIVATION), rate=rate)
-    apart = place_apart(search)
+    apart = place(search, "apart")
     assert counts(apart) == [("prefill", 2, 1, 1), ("decode", 1, 1, 1)]
     assert (apart.predicted.rate, apart.predicted.cost) == (10.0, 3.0)
     assert apart.predicted.rate_per_unit == pytest.approx(3.33, abs=0.005)
     assert apart.predicted.attainment == pytest.approx(0.95**2)
-    mixed = place_mixed(search)
+    mixed = place(search, "mixed")
     assert mixed.predicted.rate_per_unit == pytest.approx(1.6)
     assert apart.predicted.rate_per_unit / mixed.predicted.rate_per_unit == pytest.approx(2.1, abs=0.02)
 
 
 def test_a_whole_cluster_balances_replicas() -> None:
     search = PlacementTask(gpus(1, 6), dataclasses.replace(SMALL, num_layers=1), rates(MOTIVATION))
-    placement = place_apart(search)
+    placement = place(search, "apart")
     assert counts(placement) == [("prefill", 4, 1, 1), ("decode", 2, 1, 1)] and placement.predicted.rate == 20.0
     assert mix(gpus(1, 6), *_ones(5.6, 10.0)) == (20.0, 4, 2)
     assert mix(gpus(1, 5), *_ones(5.6, 10.0)) == (pytest.approx(16.8), 3, 2)
@@ -137,7 +134,7 @@ def _ones(prefill: float, decode: float) -> tuple[Division, float, Division, flo
 def test_what_does_not_fit_is_not_tried() -> None:
     needs = Needs(num_layers=2, weight_bytes=132 * GB, request_bytes=4.5 * GIB)
     known = {"mixed tp 2 pp 1": 3.0, "mixed tp 1 pp 1": 50.0}
-    placement = place_mixed(PlacementTask(gpus(1, 2), needs, rates(known)))
+    placement = place(PlacementTask(gpus(1, 2), needs, rates(known)), "mixed")
     assert counts(placement) == [("mixed", 1, 2, 1)]
     assert list(reasons(placement, Reason.UNFIT)) == ["mixed tp 1 pp 1"]
 
@@ -184,7 +181,9 @@ class World:
             self.calls.append(name(option))
             return Goodput(self.rates[name(option)], 0.95)
 
-        bound_of = (lambda option: self.bounds[name(option)]) if pruned else None
+        def bound_of(option: Option) -> float:
+            return self.bounds[name(option)] if pruned else math.inf
+
         serves = (lambda option, rate: self.rates[name(option)] >= rate) if tests else None
         rough = roughly(lambda option: self.rates[name(option)], 0.2) if tests else None
         return PlacementTask(
@@ -262,11 +261,8 @@ def best_of_all(world: World, roles: list[str]) -> tuple[float, int, Found]:
     return -best[0], best[1], best[3]
 
 
-ALGORITHMS: dict[str, tuple[Callable[[PlacementTask], Placement], list[str]]] = {
-    "apart": (place_apart, ["prefill", "decode"]),
-    "pairs": (place_pairs, ["pair"]),
-    "mixed": (place_mixed, ["mixed"]),
-}
+ROLES = {"apart": ["prefill", "decode"], "pairs": ["pair"], "mixed": ["mixed"]}
+"""By algorithm."""
 
 
 def taken(placement: Placement, algorithm: str) -> Found:
@@ -279,13 +275,13 @@ def taken(placement: Placement, algorithm: str) -> Found:
 
 def attempt(algorithm: str, search: PlacementTask) -> tuple[Found, Placement | None]:
     try:
-        placement = ALGORITHMS[algorithm][0](search)
+        placement = place(search, algorithm)
     except PlacementError:
         return None, None
     return taken(placement, algorithm), placement
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ROLES)
 @pytest.mark.parametrize("rate", [None, 7.0])
 def test_a_pruned_search_takes_exactly_what_an_exhaustive_one_takes(algorithm: str, rate: float | None) -> None:
     calls, tested, everything, found = 0, 0, 0, 0
@@ -300,9 +296,9 @@ def test_a_pruned_search_takes_exactly_what_an_exhaustive_one_takes(algorithm: s
         assert attempt(algorithm, case.search(rate, pruned=False))[0] == wanted, seed
         everything += len(case.calls)
         if rate is not None:
-            assert wanted == best_per_gpu(case, rate, ALGORITHMS[algorithm][1]), seed
+            assert wanted == best_per_gpu(case, rate, ROLES[algorithm]), seed
             continue
-        most, slots, exact = best_of_all(case, ALGORITHMS[algorithm][1])
+        most, slots, exact = best_of_all(case, ROLES[algorithm])
         assert wanted == exact, seed
         if placement is not None:
             found += 1
@@ -333,14 +329,14 @@ def test_one_rate_rules_out_most_options_of_a_large_cluster(seed: int) -> None:
         return sum(each == kind for each, _ in names)
 
     search = PlacementTask(gpus(4, 8), needs, goodput_of, bound_of=bounds.__getitem__, serves=serves)
-    placement = place_apart(search)
+    placement = place(search, "apart")
     num_searched, num_tested = count("search"), count("test")
     names.clear()
-    assert counts(place_apart(dataclasses.replace(search, serves=None))) == counts(placement)
+    assert counts(place(dataclasses.replace(search, serves=None), "apart")) == counts(placement)
     assert num_searched < 0.25 * count("search") and num_tested < 1.5 * count("search")
     names.clear()
     rough = roughly(lambda option: per_gpu[option] * option.num_slots, 0.03)
-    assert counts(place_apart(dataclasses.replace(search, rough=rough))) == counts(placement)
+    assert counts(place(dataclasses.replace(search, rough=rough), "apart")) == counts(placement)
     assert count("search") <= num_searched / 2, "what is likely is not tried first"
     told = reasons(placement, Reason.BOUND).values()
     assert sum("it misses the latency targets at " in each for each in told) > num_tested / 2
@@ -348,14 +344,14 @@ def test_one_rate_rules_out_most_options_of_a_large_cluster(seed: int) -> None:
 
 def test_options_are_tried_by_decreasing_bound_and_every_other_one_has_a_reason() -> None:
     for seed in range(tries(30)):
-        for algorithm, rate in itertools.product(ALGORITHMS, (None, 7.0)):
+        for algorithm, rate in itertools.product(ROLES, (None, 7.0)):
             case = world(seed)
             _, placement = attempt(algorithm, case.search(rate, pruned=True))
             for role in {name[0] for name in case.calls}:
                 bounds = [case.bounds[name] for name in case.calls if name[0] == role]
                 assert bounds == sorted(bounds, reverse=True)
             if placement is not None:
-                roles = ALGORITHMS[algorithm][1]
+                roles = ROLES[algorithm]
                 names = [str(each.option) for each in placement.rejected]
                 assert len(set(names)) == len(names) == sum(name[0] in roles for name in case.rates) - len(roles)
                 assert sum(each.why is Reason.BOUND for each in placement.rejected) + len(case.calls) == sum(
@@ -374,8 +370,9 @@ def test_a_bound_below_the_best_goodput_is_the_reason_to_skip() -> None:
         tried.append(str(option))
         return rates(TOY)(option)
 
-    placement = place_mixed(
-        PlacementTask(gpus(1, 4), SMALL, goodput_of, rate=12.0, bound_of=lambda option: bounds.get(str(option), 0.5))
+    placement = place(
+        PlacementTask(gpus(1, 4), SMALL, goodput_of, rate=12.0, bound_of=lambda option: bounds.get(str(option), 0.5)),
+        "mixed",
     )
     assert tried == ["mixed tp 2 pp 1", "mixed tp 1 pp 1", "mixed tp 4 pp 1"], "2.5 may still be equalled"
     skipped = reasons(placement, Reason.BOUND)
@@ -393,8 +390,8 @@ def test_a_whole_cluster_skips_what_cannot_serve_more_with_the_best_partner() ->
 
     needs = dataclasses.replace(SMALL, num_layers=1)
     bounds = {1: 6.0, 2: 4.0, 3: 4.0, 4: 4.0}
-    placement = place_apart(
-        PlacementTask(gpus(1, 4), needs, goodput_of, bound_of=lambda option: bounds[option.num_slots])
+    placement = place(
+        PlacementTask(gpus(1, 4), needs, goodput_of, bound_of=lambda option: bounds[option.num_slots]), "apart"
     )
     assert tried == [Division(Role.PREFILL), Division(Role.DECODE)] and placement.predicted.rate == 10.0
     assert reasons(placement, Reason.BOUND)["prefill tp 2 pp 1"] == (
@@ -412,11 +409,12 @@ def test_a_bound_excludes_nothing_that_an_untried_partner_could_make_the_best() 
         clock.now += 10
         return rates(known)(option)
 
-    placement = place_apart(
+    placement = place(
         PlacementTask(
             gpus(1, 4), dataclasses.replace(SMALL, num_layers=1), goodput_of,
-            bound_of=lambda option: bounds.get(str(option), 0.5), budget=Budget(15, clock),
-        )
+            bound_of=lambda option: bounds.get(str(option), 0.5), seconds=15, clock=clock,
+        ),
+        "apart",
     )  # fmt: skip
     assert placement.predicted.rate == 3.0
     assert [str(each) for each in untried(placement)] == ["prefill tp 2 pp 1", "decode tp 2 pp 1"]
@@ -426,7 +424,7 @@ def test_a_bound_excludes_nothing_that_an_untried_partner_could_make_the_best() 
 
 
 def test_a_goodput_above_its_bound_is_reported() -> None:
-    placement = place_mixed(PlacementTask(gpus(1, 4), SMALL, rates(TOY), rate=1.0, bound_of=lambda option: 2.3))
+    placement = place(PlacementTask(gpus(1, 4), SMALL, rates(TOY), rate=1.0, bound_of=lambda option: 2.3), "mixed")
     assert [each[:15] for each in placement.warnings] == ["mixed tp 2 pp 1"]
     assert "2.5 requests/s per GPU is above its upper bound of 2.3" in placement.warnings[0]
 
@@ -451,11 +449,12 @@ def test_a_budget_is_shared_by_the_roles_and_the_rest_is_said_to_be_untried(
     rate: float | None, seconds: float, num_tried: int
 ) -> None:
     clock, done = Clock(), []
-    placement = place_apart(
+    placement = place(
         PlacementTask(
-            gpus(1, 4), SMALL, clock.goodput_of, rate=rate, budget=Budget(seconds, clock),
+            gpus(1, 4), SMALL, clock.goodput_of, rate=rate, seconds=seconds, clock=clock,
             progress=lambda *at: done.append(at),
-        )
+        ),
+        "apart",
     )  # fmt: skip
     assert clock.now == 1000 + 10 * num_tried
     assert len(untried(placement)) == 16 - num_tried
@@ -473,15 +472,15 @@ def test_rough_trials_are_told_too_and_count_as_half_of_the_work() -> None:
     shown, rough = list[tuple[int, int]](), roughly(lambda option: 2.0 * option.num_slots, 0.1)
     tell = partial(_tell, lambda *at: shown.append(at))
     search = PlacementTask(gpus(1, 4), SMALL, Clock().goodput_of, rough=rough._replace(progress=partial(tell, 0)))
-    place_apart(dataclasses.replace(search, progress=partial(tell, 1)))
+    place(dataclasses.replace(search, progress=partial(tell, 1)), "apart")
     first = [at for at in shown if at[0] <= 16]
     assert first == [(number, 32) for number in range(1, len(first) + 1)] and first
     assert shown[len(first) :] == [(number, 32) for number in range(17, 33)]
 
 
 def test_doubts_about_the_chosen_goodput_become_warnings() -> None:
-    placement = place_mixed(
-        PlacementTask(gpus(1, 1), SMALL, lambda option: Goodput(16.0, 0.95, Verdict.UNBOUNDED), rate=16.0)
+    placement = place(
+        PlacementTask(gpus(1, 1), SMALL, lambda option: Goodput(16.0, 0.95, Verdict.UNBOUNDED), rate=16.0), "mixed"
     )
     assert placement.warnings == (
         "mixed tp 1 pp 1: the goodput is at least 16 requests/s, the highest rate that was tried",
@@ -489,9 +488,8 @@ def test_doubts_about_the_chosen_goodput_become_warnings() -> None:
 
 
 def test_a_rate_beyond_the_cluster_is_planned_and_said_not_to_fit() -> None:
-    placement = place_mixed(PlacementTask(gpus(1, 4), SMALL, rates(TOY), rate=12.0))
+    placement = place(PlacementTask(gpus(1, 4), SMALL, rates(TOY), rate=12.0), "mixed")
     assert placement.predicted.cost == 6 and not placement.predicted.fits
-    assert "takes 6 GPUs, for which the cluster's 1 x 4 GPUs have no room" in placement.warnings[0]
     # 6 of 8 GPUs, but two stages of 3 do not fit into machines of 4 beside each other.
     assert fit(gpus(2, 4), {Division(Role.MIXED, 3): 2}) and not fit(gpus(1, 8), {Division(Role.MIXED, 3): 3})
 
@@ -505,18 +503,16 @@ def test_without_any_goodput_the_error_says_what_the_best_option_lacks() -> None
     with pytest.raises(
         PlacementError, match=r"the best is mixed tp 2 pp 1: .* 70\.0% of .* raise slo\.ttft or slo\.tp"
     ):
-        place_mixed(PlacementTask(gpus(1, 4), SMALL, misses, rate=1.0))
+        place(PlacementTask(gpus(1, 4), SMALL, misses, rate=1.0), "mixed")
     with pytest.raises(PlacementError, match=r"5 options were not tried in time"):
-        place_pairs(
-            PlacementTask(gpus(1, 4), dataclasses.replace(SMALL, num_layers=1), misses, budget=Budget(-1, lambda: 0))
-        )
+        place(PlacementTask(gpus(1, 4), dataclasses.replace(SMALL, num_layers=1), misses, seconds=-1), "pairs")
     large = Needs(num_layers=96, weight_bytes=350 * GB, request_bytes=GB, num_heads=96)
     with pytest.raises(PlacementError, match=r"no option fits; mixed tp 4 pp 1: 81\.72GiB are needed .* cache\.codec"):
-        place_mixed(PlacementTask(gpus(1, 4), large, misses))
+        place(PlacementTask(gpus(1, 4), large, misses), "mixed")
     with pytest.raises(PlacementError, match="no room for an instance of each role; plan for mixed"):
-        place_pairs(PlacementTask(gpus(1, 1), SMALL, misses))
+        place(PlacementTask(gpus(1, 1), SMALL, misses), "pairs")
     with pytest.raises(PlacementError, match="no room for an instance of each role; plan for mixed"):
-        place_apart(PlacementTask(gpus(1, 1), SMALL, rates(MOTIVATION)))
+        place(PlacementTask(gpus(1, 1), SMALL, rates(MOTIVATION)), "apart")
 
 
 def test_a_role_without_a_goodput_ends_the_search_of_the_other() -> None:
@@ -528,13 +524,13 @@ def test_a_role_without_a_goodput_ends_the_search_of_the_other() -> None:
 
     needs = dataclasses.replace(SMALL, num_layers=1)
     with pytest.raises(PlacementError, match="no option meets the latency targets; the best is decode"):
-        place_apart(PlacementTask(gpus(8, 1), needs, goodput_of, rate=1.0))
+        place(PlacementTask(gpus(8, 1), needs, goodput_of, rate=1.0), "apart")
     assert len(tried) == 2
 
 
 def test_a_slow_network_is_a_reason_to_doubt_instances_on_different_machines() -> None:
     for cluster, is_doubted in [(gpus(1, 4), False), (gpus(2, 4), False), (gpus(2, 4, fast=False), True)]:
-        placement = place_apart(PlacementTask(cluster, SMALL, rates(MOTIVATION), rate=5.0))
+        placement = place(PlacementTask(cluster, SMALL, rates(MOTIVATION), rate=5.0), "apart")
         assert (
             placement.made == {"algorithm": "apart"}
             and ["not fast (network.fast)" in each for each in placement.warnings] == [True] * is_doubted
@@ -545,7 +541,7 @@ def test_an_instance_without_gpus_takes_cores_and_their_memory() -> None:
     cluster = cpus(2, 4, 40 * GIB)
     needs = Needs(num_layers=30, weight_bytes=15 * GIB, request_bytes=GIB)
     known = {"prefill on 2 cores": 2.0, "decode on 2 cores": 1.9, "decode on 4 cores": 5.0}
-    placement = place_apart(PlacementTask(cluster, needs, rates(known)))
+    placement = place(PlacementTask(cluster, needs, rates(known), options_of=threads_of), "apart")
     assert [(str(each.option), each.reason) for each in placement.rejected if each.why is Reason.UNFIT] == [
         (f"{role} on 1 core", "16GiB are needed (15GiB of weights, 1GiB for the longest request), and a core has 10GiB")
         for role in ("prefill", "decode")
@@ -558,10 +554,10 @@ def test_an_instance_without_gpus_takes_cores_and_their_memory() -> None:
     assert set(told) == {"prefill on 4 cores", "decode on 4 cores"} and "no option meets" in told["decode on 4 cores"]
     # Of one machine the instances may be unequal.
     known = {"prefill on 2 cores": 2.0, "decode on 2 cores": 0.9, "decode on 4 cores": 5.0}
-    alone = place_apart(PlacementTask(cpus(1, 6, 60 * GIB), needs, rates(known)))
+    alone = place(PlacementTask(cpus(1, 6, 60 * GIB), needs, rates(known), options_of=threads_of), "apart")
     assert [each.options for each in alone.instances] == [{"runtime.threads": 2}, {"runtime.threads": 4}]
     uneven = {"prefill on 1 core with decode on 2 cores": 9.0, "prefill on 2 cores with decode on 2 cores": 1.5}
-    pair = place_pairs(PlacementTask(cluster, needs, rates(uneven), rate=3.0))
+    pair = place(PlacementTask(cluster, needs, rates(uneven), rate=3.0), "pairs")
     assert [each.count for each in pair.instances] == [2, 2] and pair.predicted.rate_per_unit == 1.5
 
 
@@ -569,9 +565,9 @@ def test_the_best_size_of_equal_instances_is_taken_and_the_others_say_why_not() 
     known = {f"{role} on {size}": rate for role in ("prefill", "decode")
              for size, rate in (("1 core", 1.0), ("2 cores", 2.5), ("4 cores", 4.0))}  # fmt: skip
     cluster, needs = cpus(2, 4), Needs(num_layers=30, weight_bytes=GIB, request_bytes=GIB)
-    most = place_apart(PlacementTask(cluster, needs, rates(known)))
+    most = place(PlacementTask(cluster, needs, rates(known)), "apart")
     assert counts(most) == [("prefill", 2, 1, 1), ("decode", 2, 1, 1)] and most.predicted.rate == 5.0
-    few = place_apart(PlacementTask(cluster, needs, rates(known), rate=1.0))
+    few = place(PlacementTask(cluster, needs, rates(known), rate=1.0, options_of=threads_of), "apart")
     assert counts(few) == [("prefill", 1, 1, 1), ("decode", 1, 1, 1)] and few.predicted.cost == 0.5
     assert [each.options["runtime.threads"] for each in few.instances] == [1, 1]
     told = {str(each.option): each.reason for each in most.rejected if each.why is Reason.SLOWER}
@@ -587,25 +583,26 @@ def test_options_without_latencies_say_so_and_do_not_hide_what_others_miss() -> 
     known = {"prefill on 1 core with decode on 1 core": 2.0, "mixed on 2 cores": 3.0}
     unknown = 2
     search = PlacementTask(cluster, needs, rates(known), why_unknown=why_unknown)
-    placement = place_mixed(dataclasses.replace(search, goodput_of=rates({"mixed on 1 core": 1.0})))
+    placement = place(dataclasses.replace(search, goodput_of=rates({"mixed on 1 core": 1.0})), "mixed")
     assert reasons(placement, Reason.UNFIT) == {"mixed on 2 cores": "no latencies"}
     with pytest.raises(PlacementError, match="the best is mixed on 1 core"):
-        place_mixed(search)
+        place(search, "mixed")
     with pytest.raises(PlacementError, match="the best is mixed on 2 cores"):  # the largest
-        place_mixed(dataclasses.replace(search, goodput_of=rates({}), why_unknown=lambda option: ""))
+        place(dataclasses.replace(search, goodput_of=rates({}), why_unknown=lambda option: ""), "mixed")
     unknown = 1
     with pytest.raises(PlacementError, match=r"no option fits; prefill .*: no latencies$"):
-        place_pairs(search)
+        place(search, "pairs")
 
 
 def test_the_caller_s_settings_are_part_of_the_instances() -> None:
-    placement = place_mixed(
+    placement = place(
         PlacementTask(
             cpus(1, 2), SMALL, rates({"mixed on 2 cores": 1.0}),
-            options_of=lambda candidate: {"scheduler.token_budget": 256 * candidate.cores},
-        )
+            options_of=lambda division: {"scheduler.token_budget": 256 * division.cores},
+        ),
+        "mixed",
     )  # fmt: skip
-    assert placement.instances[0].options == {"runtime.threads": 2, "scheduler.token_budget": 512}
+    assert placement.instances[0].options == {"scheduler.token_budget": 512}
 
 
 # The cluster file.

@@ -3,9 +3,9 @@
 Knows divisions of instances and their rates; the goodput of a division and an upper bound of it are callables. An
 option is what is chosen as one: an instance with a division, or a pair of them.
 
-    place_apart  prompts and decoding on different instances that are searched for separately (Algorithm 1)
-    place_pairs  the same, but caches stay within machines: pairs are searched for as one (Algorithm 2)
-    place_mixed  instances that do both
+    apart  prompts and decoding on different instances that are searched for separately (Algorithm 1)
+    pairs  the same, but caches stay within machines: pairs are searched for as one (Algorithm 2)
+    mixed  instances that do both
 
 With a wanted rate, each algorithm takes the option with the best goodput per unit and as many of it as reach the rate.
 For a rate that a few instances serve, another option may do with fewer units, because instances are whole. Without a
@@ -39,6 +39,8 @@ from quire.placement.rejected import Reason, Rejected
 from quire.planning.goodput import Goodput, Verdict
 from quire.planning.search import Search
 
+ALGORITHMS = ("apart", "pairs", "mixed")
+
 NO_ROOM = "the cluster has no room for an instance of each role; plan for mixed instances"
 
 JUST_BELOW = 1 - 1e-6
@@ -51,17 +53,6 @@ class PlacementError(QuireError):
     """No instances serve the requests. The message says what the best of them lacks, and what would help."""
 
 
-@dataclass(frozen=True)
-class Budget:
-    """The time that a search may take. An option that is being tried when it is over is finished.
-
-    clock  seconds from any beginning
-    """
-
-    seconds: float
-    clock: Callable[[], float]
-
-
 Progress = Callable[[int, int, Option], None]
 """Called with the number of options that are done, the number of all, and the option that was done last."""
 
@@ -71,7 +62,7 @@ class Rough(NamedTuple):
 
     goodput_of: Callable[[Option], Goodput]
     serves: Callable[[Option, float], bool]
-    progress: Progress | None = None
+    progress: Progress = lambda num_done, num_options, option: None
 
 
 @dataclass(frozen=True)
@@ -81,13 +72,15 @@ class PlacementTask:
     goodput_of  goodput of one instance or pair, in requests/s; of an instance that only computes prompts or only
                 decodes, with regard to its own latency target
     rate        wanted requests/s; None: as many as the cluster can serve
-    bound_of    requests/s per unit that an option never exceeds; None: no option is skipped
+    bound_of    requests/s per unit that an option never exceeds; infinite: no option is skipped
     serves      whether an option's goodput is at least so many requests/s: one rate, where `goodput_of` tries many.
                 None: all goodputs are searched for
     rough       the same two, quickly and roughly: what a search with these takes is tried first, so that one simulation
                 rules out most others. None: options are tried by their bounds alone
     why_unknown  why the latencies of an option are not known, so that it does not fit; empty if they are
-    budget      None: no limit. One option of each role is tried in any case
+    seconds     for the search. One option of each role is tried in any case, and one that is being tried when the time
+                is over is finished
+    clock       seconds from any beginning
     progress    see Progress
     options_of  settings of an instance's engine, by key
     """
@@ -96,13 +89,14 @@ class PlacementTask:
     needs: Needs
     goodput_of: Callable[[Option], Goodput]
     rate: float | None = None
-    bound_of: Callable[[Option], float] | None = None
+    bound_of: Callable[[Option], float] = lambda option: math.inf
     serves: Callable[[Option, float], bool] | None = None
     rough: Rough | None = None
     why_unknown: Callable[[Option], str] = lambda option: ""
-    budget: Budget | None = None
-    progress: Progress | None = None
-    options_of: Callable[[Division], Mapping[str, Any]] | None = None
+    seconds: float = math.inf
+    clock: Callable[[], float] = lambda: 0.0
+    progress: Progress = lambda num_done, num_options, option: None
+    options_of: Callable[[Division], Mapping[str, Any]] = lambda division: {}
 
     def __post_init__(self) -> None:
         assert self.rate is None or 0 < self.rate < math.inf, f"a rate of {self.rate}"
@@ -111,43 +105,25 @@ class PlacementTask:
         """Units that an option takes."""
         return option.num_slots / self.cluster.slots_of_unit
 
-    def bound(self, option: Option) -> float:
-        """The upper bound of an option's requests/s per unit."""
-        return math.inf if self.bound_of is None else self.bound_of(option)
 
+def place(task: PlacementTask, algorithm: str) -> Placement:
+    """The best placement by one of ALGORITHMS. Raises PlacementError.
 
-def place_apart(task: PlacementTask) -> Placement:
-    """Prompts and decoding on different instances. Raises PlacementError.
-
-    The predicted attainment is the product of both roles': the share if they miss their targets independently.
+    The predicted attainment of roles apart is the product of both: the share if they miss their targets independently.
     """
-    layers = task.needs.num_layers
-    found = _placed(task, [divisions(task.cluster, layers, role) for role in (Role.PREFILL, Role.DECODE)], "apart")
-    if task.cluster.is_fast:
+    cluster, layers = task.cluster, task.needs.num_layers
+    if algorithm == "pairs":
+        return _placed(task, [pairs(cluster, layers)], algorithm)
+    if algorithm == "mixed":
+        return _placed(task, [divisions(cluster, layers, Role.MIXED)], algorithm)
+    found = _placed(task, [divisions(cluster, layers, role) for role in (Role.PREFILL, Role.DECODE)], algorithm)
+    if cluster.is_fast:
         return found
     told = (
         "caches cross a network between machines that is not fast (network.fast), where transfers may wait for those of"
         " other instances, which the goodput does not know; pairs keep them within machines"
     )
     return dataclasses.replace(found, warnings=(told, *found.warnings))
-
-
-def place_pairs(task: PlacementTask) -> Placement:
-    """Pairs of an instance for prompts and one that decodes, within machines. Raises PlacementError."""
-    return _placed(task, [pairs(task.cluster, task.needs.num_layers)], "pairs")
-
-
-def place_mixed(task: PlacementTask) -> Placement:
-    """Instances that compute prompts and decode. Raises PlacementError."""
-    return _placed(task, [divisions(task.cluster, task.needs.num_layers, Role.MIXED)], "mixed")
-
-
-PLACERS: dict[str, Callable[[PlacementTask], Placement]] = {
-    "apart": place_apart,
-    "pairs": place_pairs,
-    "mixed": place_mixed,
-}
-"""The algorithms by name."""
 
 
 def _placed(task: PlacementTask, roles: Sequence[Sequence[Option]], algorithm: str) -> Placement:
@@ -160,9 +136,7 @@ def _placed(task: PlacementTask, roles: Sequence[Sequence[Option]], algorithm: s
     ]
     alike = [lists for lists in alike if all(lists)]
     unequal = [option for options in roles for option in options if len(_cores(option)) > 1]
-    if task.budget is not None:
-        budget = dataclasses.replace(task.budget, seconds=task.budget.seconds / max(1, len(alike)))
-        task = dataclasses.replace(task, budget=budget)
+    task = dataclasses.replace(task, seconds=task.seconds / max(1, len(alike)))
     rejected = [Rejected(option, Reason.UNFIT, "instances on several machines have equal cores") for option in unequal]
     found, errors = list[tuple[_Walk, Placement]](), list[tuple[bool, PlacementError]]()
     for lists in alike:
@@ -217,7 +191,7 @@ class _Phase:
 
     def __init__(self, task: PlacementTask, options: Sequence[Option]) -> None:
         self.task = task
-        self.bounds = {option: task.bound(option) for option in options}
+        self.bounds = {option: task.bound_of(option) for option in options}
         self.left = list(options)
         self._sort()
         self.short: dict[Option, float] = {}
@@ -265,13 +239,12 @@ class _Walk(Search[Option], ABC):
     """
 
     def __init__(self, task: PlacementTask, roles: Sequence[Sequence[Option]]) -> None:
-        budget = task.budget or Budget(math.inf, lambda: 0.0)
-        super().__init__(clock=budget.clock)
+        super().__init__(clock=task.clock)
         self.task = task
         self.roles = roles
         self.phases = [_Phase(task, self._admit(options)) for options in roles]
         self._num_options = sum(len(phase.left) for phase in self.phases)
-        self.deadline = budget.clock() + budget.seconds
+        self.deadline = task.clock() + task.seconds
         self._num_done = 0
 
     @abstractmethod
@@ -314,18 +287,10 @@ class _Walk(Search[Option], ABC):
         cluster = self.task.cluster
         rate = min(count * goodputs[option].rate for option, count in counts.items())
         cost = sum(count * option.num_slots for option, count in counts.items()) / cluster.slots_of_unit
-        fits = fit(cluster, counts)
-        if not fits:
-            room = f"{cluster.nodes.count} x {cluster.slots} {'GPUs' if cluster.has_gpus else 'cores'}"
-            self.warnings.append(
-                f"the placement takes {cost:.4g} {cluster.unit}s, for which the cluster's {room} have no room; plan"
-                " without a rate for as much as they can serve"
-            )
-        predicted = Predicted(
-            rate, cost, cluster.unit, rate / cost, math.prod(each.attainment for each in goodputs.values()), fits
-        )
+        attainment = math.prod(each.attainment for each in goodputs.values())
+        predicted = Predicted(rate, cost, cluster.unit, rate / cost, attainment, fit(cluster, counts))
         instances = tuple(
-            Instances(division.role.value, count, division.tp, division.pp, self._settings(division))
+            Instances(division.role.value, count, division.tp, division.pp, dict(self.task.options_of(division)))
             for option, count in counts.items()
             for division in option.divisions
         )
@@ -364,11 +329,11 @@ class _Walk(Search[Option], ABC):
 
     def _try_likely(self) -> None:
         """Tries what a rough search takes, which has half the time."""
-        task, budget = self.task, self.task.budget
+        task = self.task
         if task.rough is None:
             return
-        half = None if budget is None else Budget(budget.seconds / 2, budget.clock)
-        walk = type(self)(dataclasses.replace(task, **task.rough._asdict(), rough=None, budget=half), self.roles)
+        rough = dataclasses.replace(task, **task.rough._asdict(), rough=None, seconds=task.seconds / 2)
+        walk = type(self)(rough, self.roles)
         walk._try_all()
         likely: Iterable[Option] = ()
         with contextlib.suppress(PlacementError):
@@ -413,19 +378,14 @@ class _Walk(Search[Option], ABC):
                 tested = "" if rate is None else f"it misses the latency targets at {rate:.4g} requests/s: "
                 self.reject(option, Reason.BOUND, tested + excluded)
             else:
-                assert self.task.budget is not None, f"{option} was left out"
-                over = f"the search's {self.task.budget.seconds:.4g} s were over before it was tried"
+                assert self.task.seconds < math.inf, f"{option} was left out"
+                over = f"the search's {self.task.seconds:.4g} s were over before it was tried"
                 self.reject(option, Reason.UNTRIED, over)
             self._done(option)
 
     def _done(self, option: Option) -> None:
         self._num_done += 1
-        if self.task.progress is not None:
-            self.task.progress(self._num_done, self._num_options, option)
-
-    def _settings(self, division: Division) -> dict[str, Any]:
-        threads = {"runtime.threads": division.cores} if division.cores else {}
-        return threads | dict(self.task.options_of(division) if self.task.options_of else {})
+        self.task.progress(self._num_done, self._num_options, option)
 
     def _per_unit(self, rate: float) -> str:
         return f"{rate:.4g} requests/s per {self.task.cluster.unit}"

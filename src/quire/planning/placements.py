@@ -19,7 +19,7 @@ from quire.errors import ConfigError, QuireError
 from quire.placement.divisions import Option, Role, divisions
 from quire.placement.placement_file import Gpus, Hosts, Placement
 from quire.planning.option_trials import CONFIRMATIONS, SEEDS, ModelOnCluster, OptionTrials
-from quire.planning.placement import PLACERS, Budget, PlacementError, PlacementTask, Rough
+from quire.planning.placement import ALGORITHMS, PlacementError, PlacementTask, Rough, place
 from quire.simulation.load import Load
 from quire.simulation.outcome import Outcome
 from quire.simulation.pool import Pool
@@ -46,7 +46,7 @@ class PlacementGoal:
 
     load       requests of one instance or pair
     rate       wanted requests/s; None: as many as the cluster can serve
-    algorithm  one of PLACERS; auto: mixed, and the one that suits the network
+    algorithm  one of ALGORITHMS; auto: mixed, and the one that suits the network
     ablation   whether the others are shown beside it
     seconds    for all searches together
     """
@@ -62,7 +62,7 @@ class PlacementGoal:
     def algorithms(self, *, is_fast: bool) -> list[str]:
         """Those that are searched with. is_fast: see ClusterSpec."""
         if self.ablation:
-            return list(PLACERS)
+            return list(ALGORITHMS)
         return ["apart" if is_fast else "pairs", "mixed"] if self.algorithm == "auto" else [self.algorithm]
 
     @property
@@ -109,8 +109,7 @@ def search_placements(
             search = PlacementTask(
                 model.cluster, model.needs, trials.goodput_of, goal.rate, trials.bound_of, trials.serves,
                 Rough(trials.rough_goodput_of, trials.serves_roughly, partial(_tell, told, 0)), model.why_unknown,
-                Budget(max(0.0, left) / (len(chosen) - index), time.monotonic), partial(_tell, told, 1),
-                model.options_of,
+                max(0.0, left) / (len(chosen) - index), time.monotonic, partial(_tell, told, 1), model.options_of,
             )  # fmt: skip
             found.append(_placed(algorithm, search, trials, goal, progress))
         left -= found[-1].searched
@@ -139,7 +138,7 @@ def _placed(
     """The result of one algorithm, simulated as a whole with fresh seeds."""
     begun = time.monotonic()
     try:
-        found = trials.warned(PLACERS[algorithm](search))
+        found = trials.warned(place(search, algorithm))
     except PlacementError as error:
         return PlacementResult(algorithm, error=str(error), searched=time.monotonic() - begun)
     searched, said, cluster = time.monotonic() - begun, found.predicted, search.cluster
