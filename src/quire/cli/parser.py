@@ -53,8 +53,9 @@ TRUTHS = ("true", "false", "yes", "no", "on", "off")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments of a command line (None: of this process) with its `command`, and its `action` if it has one. Ends
-    the process for a wrong line, with one line on stderr. Raises ConfigError for a flag of another action.
+    """The arguments of a command line (None: of this process) with its `command`, its `action` if it has one, and all
+    its `words`. Ends the process for a wrong line, with one line on stderr. Raises ConfigError for a flag of another
+    action.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
@@ -67,7 +68,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         overview().error(f"unknown command {name!r}; {command_hint(name) or nearest(name, COMMANDS)}")
     place = _place_of_action(name, rest)
     action = None if place is None else rest.pop(place)
-    return CommandParser(name, action).read(rest)
+    args = CommandParser(name, action).read(rest)
+    args.words = words
+    return args
 
 
 def overview() -> Parser:

@@ -7,11 +7,11 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.arguments import Arguments
 from quire.cli import shared, simulation_common
-from quire.config import ENGINE_SECTIONS, EngineConfig, add_flags, flags_of, options_from
+from quire.config import EngineConfig, add_flags
 from quire.errors import ConfigError
 from quire.options import format_number
 
@@ -24,22 +24,7 @@ if TYPE_CHECKING:
     from quire.workload.slo import Slo
 
 ALGORITHMS = ("apart", "pairs", "mixed")
-"""The names in `quire.planning.placement.PLACERS`, which takes a second to import."""
-
-DEFAULTS: dict[str, Any] = {
-    "cluster_file": None,
-    "trace": None,
-    "rate": None,
-    "requests": 300,
-    "seed": 0,
-    "latency": [],
-    "plan_seconds": 120.0,
-    "algorithm": "auto",
-    "ablation": False,
-    "processes": 1,
-}
-FLAGS = {"cluster_file": "--cluster.file", "plan_seconds": "--plan.seconds"}
-"""Flags whose spelling differs from their argument's name."""
+"""The names in `quire.planning.placement.ALGORITHMS`, which takes a second to import."""
 
 
 def add_arguments(parser: Arguments) -> None:
@@ -47,15 +32,15 @@ def add_arguments(parser: Arguments) -> None:
     group = parser.add_argument_group("plan")
     text = "TOML file with the machines: sections [nodes] and [network]"
     group.add_file("--cluster.file", text=text, dest="cluster_file")
-    simulation_common.add_search_arguments(group, DEFAULTS["plan_seconds"])
+    simulation_common.add_search_arguments(group, 120.0)
     text = "requests/s to serve, with the instances that serve most per machine (default: as many as all can serve)"
     group.add_argument("--rate", type=simulation_common.positive, metavar="X", help=text)
     text = "requests of a simulation, up to 20 times as many where targets are long against them"
-    group.add_count("--requests", text=text, default=DEFAULTS["requests"])
+    group.add_count("--requests", text=text, default=300)
     text = "latency model or profile of instances on cores, or ROLE=FILE for a role; one for each number of threads"
     group.add_argument("--latency", action="append", default=[], metavar="FILE", help=text)
     text = "prompts and decoding on different instances, in pairs within machines, or mixed (default: auto)"
-    group.add_argument("--algorithm", choices=(*ALGORITHMS, "auto"), default=DEFAULTS["algorithm"], help=text)
+    group.add_argument("--algorithm", choices=(*ALGORITHMS, "auto"), default="auto", help=text)
     group.add_switch("--ablation", text="search with all algorithms, and show them beside each other")
     add_flags(parser, ("tiers", "slo"))
 
@@ -75,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     goal = PlacementGoal(load, slo, args.rate, args.algorithm, args.ablation, args.plan_seconds, args.seed)
     with pool_of(args.processes) as pool:
         found = search_placements(model, goal, pool, shared.progress)
-    made = {"name": args.cluster_file.stem, "command": command_of(args), "version": __version__}
+    made = {"name": args.cluster_file.stem, "command": shlex.join(["quire", *args.words]), "version": __version__}
     placement = completed(best_of(found, goal), model, goal, load.facts(), made)
     if args.output is not None:
         placement.write(args.output)
@@ -93,9 +78,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _checked(args: argparse.Namespace) -> Slo:
     """The latency targets. Raises ConfigError for arguments that are missing or invalid."""
-    for name, what in (("cluster_file", "the machines"), ("trace", "the requests")):
-        if getattr(args, name) is None:
-            raise ConfigError(f"quire plan placement needs {FLAGS.get(name, '--' + name)} FILE with {what}")
+    if args.cluster_file is None:
+        raise ConfigError("quire plan placement needs --cluster.file FILE with the machines")
+    if args.trace is None:
+        raise ConfigError("quire plan placement needs --trace FILE with the requests")
     simulation_common.check_seed(args.seed)
     slo = simulation_common.slo_of(args)
     simulation_common.check_targets(slo, "quire plan placement")
@@ -125,21 +111,6 @@ def model_of(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> Mode
     if gpus is None:
         raise ConfigError(f"nodes.device is missing in {args.cluster_file}; the GPUs are {', '.join(DEVICES)}")
     return OnGpus(Target.on(gpus, args.model), config, cluster, longest)
-
-
-def command_of(args: argparse.Namespace) -> str:
-    """The command line that repeats this plan."""
-    words = ["quire", "plan", "placement", args.model]
-    for name, usual in DEFAULTS.items():
-        value, flag = getattr(args, name), FLAGS.get(name, f"--{name.replace('_', '-')}")
-        if value is True:
-            words.append(flag)
-        elif value != usual:
-            for each in value if isinstance(value, list) else [value]:
-                words += [flag, str(each)]
-    if args.config is not None:
-        words += ["--config", str(args.config)]
-    return shlex.join(words + flags_of(options_from(args, (*ENGINE_SECTIONS, "slo"))))
 
 
 def _print_algorithms(found: Sequence[PlacementResult], slo: Slo) -> None:
