@@ -51,7 +51,8 @@ from trace_replay import TraceReplay, add_trace, count_chunks, count_matches, fi
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.llm import LLM
-from quire.workload.traces import TraceRequest, read_trace
+from quire.workload.traces import read_trace
+from quire.workload.workload import Arrival
 
 DISK = "disk"
 SIDES = (DROPPING, DISK)
@@ -73,11 +74,11 @@ class Infinite:
     num_chunks: int
 
     @classmethod
-    def of(cls, requests: Sequence[TraceRequest], block_tokens: int, *, is_dense: bool) -> Infinite:
+    def of(cls, requests: Sequence[Arrival], block_tokens: int, *, is_dense: bool) -> Infinite:
         """Counts what requests with whole blocks of this length match."""
         # Also where a chunk must be computed again, because it has a prompt's last token, it is held once.
         held, found = (count_matches(requests, block_tokens, is_dense=each) for each in (True, is_dense))
-        prompt_tokens = sum(each.input_tokens for each in requests)
+        prompt_tokens = sum(each.num_in for each in requests)
         return cls(prompt_tokens, prompt_tokens - sum(found), count_chunks(requests, held))
 
 

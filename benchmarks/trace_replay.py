@@ -40,7 +40,8 @@ from quire.engine.sizes import slab_bytes
 from quire.errors import ConfigError, ModelError, QuireError
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
-from quire.workload.traces import HASHED_TOKENS, TELLING_TOKENS, TraceRequest, read_trace
+from quire.workload.traces import HASHED_TOKENS, TELLING_TOKENS, read_trace
+from quire.workload.workload import Arrival, Span
 
 if TYPE_CHECKING:
     from quire.llm import LLM
@@ -61,7 +62,7 @@ Progress = Callable[[int, int], None]
 # ---- the count -------------------------------------------------------------------------------------------------------
 
 
-def scaled(requests: Sequence[TraceRequest], block_tokens: int, output_tokens: int | None) -> list[TraceRequest]:
+def scaled(requests: Sequence[Arrival], block_tokens: int, output_tokens: int | None) -> list[Arrival]:
     """Scales the requests to blocks of `block_tokens` instead of 512. All lengths shrink in proportion, rounded up.
 
     The number of blocks of a prompt stays the same; rounding may complete a partial last block.
@@ -73,29 +74,31 @@ def scaled(requests: Sequence[TraceRequest], block_tokens: int, output_tokens: i
 
     return [
         dataclasses.replace(
-            each, input_tokens=shorter(each.input_tokens), output_tokens=output_tokens or shorter(each.output_tokens)
+            each,
+            prompt=tuple(Span(span.id, shorter(span.num_tokens)) for span in each.prompt),
+            num_out=output_tokens or shorter(each.num_out),
         )
         for each in requests
     ]
 
 
-def make_prompts(requests: Sequence[TraceRequest], block_tokens: int, ids: range) -> list[list[int]]:
+def make_prompts(requests: Sequence[Arrival], block_tokens: int, ids: range) -> list[list[int]]:
     """Token ids of the prompts. The tokens of a block depend only on its number. A partial block is the beginning of
     the whole one. Its first TELLING_TOKENS tokens identify it, and its length is a multiple of them: no chunk ends
     after fewer tokens of a block, so chunks are equal only if their blocks are.
 
     ids  token ids to use
     """
-    count = 1 + max(max(each.blocks) for each in requests)
+    count = 1 + max(span.id for each in requests for span in each.prompt)
     assert block_tokens % TELLING_TOKENS == 0 and count <= len(ids) ** TELLING_TOKENS, f"{count} blocks, {ids} to tell"
     blocks: list[list[int]] = []
     for number in range(count):
         telling = [ids[number // len(ids) ** place % len(ids)] for place in range(TELLING_TOKENS)]
         blocks.append(telling + random.Random(number).choices(ids, k=block_tokens - TELLING_TOKENS))
-    return [[token for number in each.blocks for token in blocks[number]][: each.input_tokens] for each in requests]
+    return [[token for span in each.prompt for token in blocks[span.id][: span.num_tokens]] for each in requests]
 
 
-def count_matches(requests: Sequence[TraceRequest], block_tokens: int, *, is_dense: bool) -> list[int]:
+def count_matches(requests: Sequence[Arrival], block_tokens: int, *, is_dense: bool) -> list[int]:
     """Expected number of cached tokens of each prompt, in a cache without eviction that holds all earlier prompts.
 
     This is the longest common prefix with any earlier prompt, in whole chunks. The last token must be computed: if all
@@ -110,9 +113,8 @@ def count_matches(requests: Sequence[TraceRequest], block_tokens: int, *, is_den
     held = [0]  # by node: most tokens of its block that any prompt so far has
     matches = []
     for request in requests:
-        node = depth = common = 0
-        for depth, block in enumerate(request.blocks):
-            own = min(block_tokens, request.input_tokens - depth * block_tokens)
+        node = common = 0
+        for depth, (block, own) in enumerate(request.prompt):
             child = nodes.setdefault((node, block), len(held))
             if child == len(held):
                 held.append(0)
@@ -120,16 +122,16 @@ def count_matches(requests: Sequence[TraceRequest], block_tokens: int, *, is_den
                 common = depth * block_tokens + min(held[child], own)
             held[child] = max(held[child], own)
             node = child
-        common, most = common // PAGE_TOKENS * PAGE_TOKENS, request.input_tokens - 1
+        common, most = common // PAGE_TOKENS * PAGE_TOKENS, request.num_in - 1
         matches.append(min(common, most if is_dense else most // PAGE_TOKENS * PAGE_TOKENS))
     return matches
 
 
-def count_chunks(requests: Sequence[TraceRequest], matches: Sequence[int]) -> int:
+def count_chunks(requests: Sequence[Arrival], matches: Sequence[int]) -> int:
     """Number of chunks in a cache without eviction after all these requests. Each request adds the chunks that its
     prompt and answer fill, minus the cached ones. The last token of an answer is never computed.
     """
-    filled = (each.input_tokens + each.output_tokens - 1 for each in requests)
+    filled = (each.num_in + each.num_out - 1 for each in requests)
     return sum(tokens // PAGE_TOKENS - -(-found // PAGE_TOKENS) for tokens, found in zip(filled, matches, strict=True))
 
 
@@ -138,11 +140,12 @@ def count_chunks(requests: Sequence[TraceRequest], matches: Sequence[int]) -> in
 
 @dataclass(eq=False)
 class InFlightRequest:
-    """A request in flight. Times are seconds since the replay began. `matched` is the engine's number of cached
-    tokens.
+    """A request in flight. Times are seconds since the replay began. `number` is its place in the trace, from 1,
+    `matched` the engine's number of cached tokens.
     """
 
-    request: TraceRequest
+    number: int
+    request: Arrival
     prompt: list[int]
     expected: int
     begun: float = 0.0
@@ -219,7 +222,8 @@ class TraceReplay:
         # Ids from the middle of the vocabulary, which are not special tokens. The id after them is the forced token.
         ids = range(llm.shape.vocab_size // 4, llm.shape.vocab_size // 2)
         prompts = make_prompts(self._requests, self._block_tokens, ids)
-        work = [InFlightRequest(*each) for each in zip(self._requests, prompts, self._expected, strict=True)]
+        parts = zip(self._requests, prompts, self._expected, strict=True)
+        work = [InFlightRequest(number, *each) for number, each in enumerate(parts, 1)]
         _warm(llm, ids)
         before = llm.stats()
         seconds = self._replay(llm, work, ids.stop, progress)
@@ -227,11 +231,11 @@ class TraceReplay:
         return row, [sent for sent in work if row["is_exact"] and sent.matched != sent.expected]
 
     def _check_lengths(self, context: int) -> None:
-        for request in self._requests:
-            if request.input_tokens + request.output_tokens > context:
+        for number, request in enumerate(self._requests, 1):
+            if request.num_in + request.num_out > context:
                 raise ConfigError(
-                    f"{self._trace} line {request.line}: {request.input_tokens} prompt tokens and"
-                    f" {request.output_tokens} output tokens exceed the context of {context}; lower --block-tokens"
+                    f"{self._trace} request {number}: {request.num_in} prompt tokens and"
+                    f" {request.num_out} output tokens exceed the context of {context}; lower --block-tokens"
                 )
 
     def _replay(self, llm: LLM, work: list[InFlightRequest], forced: int, progress: Progress) -> float:
@@ -240,7 +244,7 @@ class TraceReplay:
         """
         speed, engine = self._speed, llm.engine
         at_once = self._concurrency if speed is None else len(work)
-        due = [0.0 if speed is None else (each.request.seconds - work[0].request.seconds) / speed for each in work]
+        due = [0.0 if speed is None else (each.request.at - work[0].request.at) / speed for each in work]
         todo = deque(zip(due, work, strict=True))
         running: dict[str, InFlightRequest] = {}
         begun = time.perf_counter()
@@ -249,8 +253,8 @@ class TraceReplay:
             while todo and todo[0][0] <= now and len(running) < at_once and engine.scheduler.has_room(1):
                 at, sent = todo.popleft()
                 sent.begun = now if speed is None else at
-                name = f"line {sent.request.line}"
-                engine.add(name, sent.prompt, _params(forced, sent.request.output_tokens))
+                name = f"request {sent.number}"
+                engine.add(name, sent.prompt, _params(forced, sent.request.num_out))
                 running[name] = sent
             if not running:
                 time.sleep(max(0.0, todo[0][0] - now))
@@ -269,9 +273,9 @@ class TraceReplay:
                     progress(len(work) - len(todo) - len(running), len(work))
         seconds = time.perf_counter() - begun
         for sent in work:
-            if sent.answer != [forced] * sent.request.output_tokens:
+            if sent.answer != [forced] * sent.request.num_out:
                 raise QuireError(
-                    f"the answer to line {sent.request.line} of the trace is not {sent.request.output_tokens} times"
+                    f"the answer to request {sent.number} of the trace is not {sent.request.num_out} times"
                     f" the forced token {forced}"
                 )
         return seconds
@@ -427,7 +431,7 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.exit(f"trace_replay.py: {error}")
     print(table(row, holds_all=replay.holds_all))
     for sent in wrong[:SHOWN_DIFFERENCES]:
-        print(f"line {sent.request.line}: {sent.matched} tokens matched, {sent.expected} expected")
+        print(f"request {sent.number}: {sent.matched} tokens matched, {sent.expected} expected")
     if given.json:
         append_record(given.json, {"benchmark": "trace_replay", **row})
     return int(bool(wrong))

@@ -1,4 +1,4 @@
-"""Pauses Python's garbage collector during start-up, because all objects made then stay alive."""
+"""Pauses Python's garbage collector during start-up and while traces are read: all objects made then stay alive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pauses the collector within the context: it would scan ever more modules and free none."""
+    """Pauses the collector within the context: it would scan ever more objects and free none."""
     was_on = gc.isenabled()
     gc.disable()
     try:

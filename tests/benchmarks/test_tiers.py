@@ -21,7 +21,8 @@ from quire.cache.costs import Costs
 from quire.config import EngineConfig
 from quire.engine.build import resolve
 from quire.models.weights import open_model
-from quire.workload.traces import TraceRequest, read_trace
+from quire.workload.traces import read_trace
+from quire.workload.workload import Arrival, Span
 from tests.benchmark_scripts import benchmark
 from tests.effort import tries
 from tests.tiny_models import save_tiny
@@ -176,7 +177,8 @@ def test_the_infinite_cache_holds_each_distinct_chunk_and_leaves_the_last_token(
     requests = []
     for line in range(60):
         blocks = tuple(draw.choice([0, 1]) if draw.random() < 0.8 else 2 + line for _ in range(draw.randint(1, 9)))
-        requests.append(TraceRequest(line, 0.0, 32 * len(blocks) - draw.choice([0, 0, 3, 31]), 1, blocks))
+        sizes = [32] * (len(blocks) - 1) + [32 - draw.choice([0, 0, 3, 31])]
+        requests.append(Arrival(0.0, tuple(map(Span, blocks, sizes)), 1))
     prompts = replay.make_prompts(requests, 32, range(64, 129))
     chunks = {tuple(prompt[:end]) for prompt in prompts for end in range(64, len(prompt) + 1, 64)}
     for is_dense in (False, True):

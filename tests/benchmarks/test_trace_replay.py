@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.workload.traces import TraceRequest, read_trace, read_workload
+from quire.workload.traces import read_trace, read_workload
 from quire.workload.workload import Arrival, Span, Workload
 from tests.benchmark_scripts import benchmark
 from tests.effort import IS_FULL, full_only, tries
@@ -33,7 +33,7 @@ def test_the_count_is_the_common_prefix_of_what_is_sent(block_tokens: int, tmp_p
         requests = replay.scaled(read_trace(write(tmp_path / "trace", asked), 100), block_tokens, None)
         prompts = replay.make_prompts(requests, block_tokens, IDS)
         assert prompts == replay.make_prompts(requests, block_tokens, IDS), "the same in every run"
-        assert [len(prompt) for prompt in prompts] == [each.input_tokens for each in requests]
+        assert [len(prompt) for prompt in prompts] == [each.num_in for each in requests]
         assert all(token in IDS for prompt in prompts for token in prompt)
         for is_dense in (False, True):
             matches = replay.count_matches(requests, block_tokens, is_dense=is_dense)
@@ -53,11 +53,11 @@ def test_blocks_of_different_ids_differ_before_a_chunk_can_end(tmp_path: Path) -
 def test_lengths_are_scaled_up_to_whole_tokens(tmp_path: Path) -> None:
     asked = [(1, 0, [0]), (16, 16, [0]), (17, 17, [0]), (512, 512, [0]), (513, 513, [0, 1])]
     read = read_trace(write(tmp_path / "trace", asked), 100)
-    assert [each.input_tokens for each in read] == [1, 16, 17, 512, 513]
-    assert [each.output_tokens for each in read] == [1, 16, 17, 512, 513], "there is no answer of no token"
+    assert [each.num_in for each in read] == [1, 16, 17, 512, 513]
+    assert [each.num_out for each in read] == [1, 16, 17, 512, 513], "there is no answer of no token"
     shorter = replay.scaled(read, 32, None)
-    assert [each.input_tokens for each in shorter] == [each.output_tokens for each in shorter] == [1, 1, 2, 32, 33]
-    assert {each.output_tokens for each in replay.scaled(read, 32, 7)} == {7}
+    assert [each.num_in for each in shorter] == [each.num_out for each in shorter] == [1, 1, 2, 32, 33]
+    assert {each.num_out for each in replay.scaled(read, 32, 7)} == {7}
 
 
 @pytest.mark.data
@@ -79,19 +79,15 @@ def test_the_count_is_that_of_a_real_workload(data_dir: Path) -> None:
 @pytest.mark.parametrize("seed", range(tries(4)))
 def test_the_count_is_that_of_a_workload(seed: int) -> None:
     draw = random.Random(seed)
-    requests: list[TraceRequest] = []
+    requests: list[Arrival] = []
     for index in range(60):
-        ids = list(draw.choice(requests).blocks) if requests and draw.random() < 0.8 else []
+        ids = [span.id for span in draw.choice(requests).prompt] if requests and draw.random() < 0.8 else []
         ids = ids[: draw.randint(0, len(ids))]
         ids += [draw.randrange(30) for _ in range(draw.randint(0 if ids else 1, 3))]
-        size = 512 * len(ids) - draw.choice([0, 0, 1, 17, 448, 500, 511])
-        requests.append(TraceRequest(index, float(index), size, 1, tuple(ids)))
-    arrivals = []
-    for each in requests:
-        sizes = [min(512, each.input_tokens - 512 * place) for place in range(len(each.blocks))]
-        arrivals.append(Arrival(each.seconds, tuple(map(Span, each.blocks, sizes)), 1))
+        sizes = [512] * (len(ids) - 1) + [512 - draw.choice([0, 0, 1, 17, 448, 500, 511])]
+        requests.append(Arrival(float(index), tuple(map(Span, ids, sizes)), 1))
     expected = replay.count_matches(requests, 512, is_dense=True)
-    assert Workload("w", arrivals).cached_tokens.tolist() == expected and sum(expected) > 0
+    assert Workload("w", requests).cached_tokens.tolist() == expected and sum(expected) > 0
 
 
 # ---- the replay
@@ -174,7 +170,7 @@ def test_a_single_chunk_that_is_not_found_ends_with_status_one(
     monkeypatch.setattr(PrefixTree, "extend", forgetful)
     status, row = bench(folder, write(tmp_path / "trace", FORKS))
     assert (status, row["differing_requests"], row["expected_tokens"] - row["matched_tokens"]) == (1, 1, 64)
-    assert "line 5: 64 tokens matched, 128 expected" in capsys.readouterr().out
+    assert "request 5: 64 tokens matched, 128 expected" in capsys.readouterr().out
 
 
 def test_a_cache_as_large_as_was_said_is_enough_and_a_smaller_one_is_told(
@@ -219,7 +215,7 @@ def test_a_cache_the_machine_cannot_hold_is_refused(
         (["--block-tokens", "30"], "--block-tokens is 30; it must be a multiple of 4"),
         (["--speed", "0"], "--speed is 0.0"),
         (["--cache.share", "false"], "cache.share is false"),
-        (["--block-tokens", "1024"], "line 7: 7992 prompt tokens and 1024 output tokens exceed"),
+        (["--block-tokens", "1024"], "request 7: 7992 prompt tokens and 1024 output tokens exceed"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(

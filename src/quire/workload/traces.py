@@ -17,17 +17,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError
+from quire.gc_pause import gc_paused
 from quire.safe_io import open_file, parse_json
-from quire.workload.workload import Arrival, Arrivals, Span, Workload
+from quire.workload.workload import Arrivals, Workload
 
 HASHED_TOKENS = 512
 """Tokens of a trace that one hash id stands for."""
@@ -48,59 +48,28 @@ FORMS = (
     'CSV with TIMESTAMP, ContextTokens and GeneratedTokens, a Mooncake trace, or JSON lines like {"at": 0.5, "prompt":'
     ' [[1, 300]], "num_out": 40}'
 )
-_Row = TypeVar("_Row")
+
+
+class _Request(NamedTuple):
+    """A request of a line: the fields of `Arrival`, but ids and tokens of its spans by themselves."""
+
+    at: float
+    ids: Sequence[int]
+    sizes: Sequence[int]
+    num_out: int
+    after: int = -1
+    pause: float = 0.0
+
+
+Parse = Callable[[str], _Request | None]
+"""Makes a request of a line. None: it is a header. Raises ValueError for what is no request."""
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One line of a trace.
-
-    line           its number in the file, from 1
-    seconds        arrival time; in an Azure trace since its first request
-    input_tokens   length of its prompt
-    output_tokens  length of its answer, at least 1
-    blocks         the prompt's hash ids, numbered from 0 as they first appear in the trace; none in an Azure trace
-    """
-
-    line: int
-    seconds: float
-    input_tokens: int
-    output_tokens: int
-    blocks: tuple[int, ...]
-
-
-def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
+def read_trace(path: Path, limit: int | None = None) -> Arrivals:
     """The requests of a Mooncake trace, at most `limit`. Raises ConfigError with file and line for an invalid line."""
-    numbers: dict[int, int] = {}
-    return _in_order(path, _read(path, limit, lambda line, text: _request(line, text, numbers)))
-
-
-def read_azure(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """The requests of an Azure trace, at most `limit`. Raises ConfigError with file and line for an invalid line."""
-    places: list[int] = []
-    first: datetime | None = None
-
-    def parse(line: int, text: str) -> TraceRequest | None:
-        nonlocal first
-        cells = [cell.strip().strip('"') for cell in text.split(",")]
-        if not places:
-            if missing := [name for name in AZURE_COLUMNS if name not in cells]:
-                raise ValueError(f"the header has no column {', '.join(missing)}")
-            places.extend(map(cells.index, AZURE_COLUMNS))
-            return None
-        if len(cells) <= max(places):
-            raise ValueError(f"{len(cells)} cells; the header asks for {max(places) + 1}")
-        time, *lengths = (cells[place] for place in places)
-        at = _time(time)
-        first = first or at
-        # Only digits, and few: int() takes signs and underscores too, and raises for too many.
-        counts = (int(cell) if cell.isascii() and cell.isdigit() and len(cell) < 20 else cell for cell in lengths)
-        num_in, num_out = map(_whole, AZURE_COLUMNS[1:], counts, (1, 0))
-        return TraceRequest(line, (at - first).total_seconds(), num_in, max(1, num_out), ())
-
-    return _in_order(path, _read(path, limit, parse))
+    return _read(path, limit, _mooncake())
 
 
 def read_workload(path: Path, limit: int | None = None) -> Workload:
@@ -120,11 +89,11 @@ def read_workload(path: Path, limit: int | None = None) -> Workload:
             is_own = not {"workload", "prompt", "num_out"}.isdisjoint(parse_json(head))
         except ValueError:
             is_own = False
-        return _read_own(path, limit) if is_own else _workload(path, read_trace(path, limit))
+        return _read_own(path, limit) if is_own else Workload(path.stem, read_trace(path, limit))
     if AZURE_COLUMNS[0] not in head:
         said = f"starts with {head!r:.60}" if head else "is empty"
         raise ConfigError(f"{path} {said}; a workload is {FORMS}")
-    return _workload(path, read_azure(path, limit))
+    return Workload(path.stem, _read(path, limit, _azure()))
 
 
 def tokens(workload: Workload, vocabulary: range, seed: int) -> list[list[int]]:
@@ -159,42 +128,24 @@ def tokens(workload: Workload, vocabulary: range, seed: int) -> list[list[int]]:
     return prompts
 
 
-def _workload(path: Path, requests: Sequence[TraceRequest]) -> Workload:
-    """The requests of a trace. A prompt without blocks is one span of its own."""
-    blocks = [each.blocks or (index,) for index, each in enumerate(requests)]
-    count, lengths = len(blocks), np.array([len(each) for each in blocks])
-    ids = np.fromiter(itertools.chain.from_iterable(blocks), dtype=np.int64)
-    start = np.cumsum([0, *lengths], dtype=np.int64)
-    num_in = np.array([each.input_tokens for each in requests])
-    sizes = np.full(len(ids), HASHED_TOKENS, dtype=np.int64)
-    sizes[start[1:] - 1] = num_in - HASHED_TOKENS * (lengths - 1)
-    at = np.array([each.seconds - requests[0].seconds for each in requests])
-    num_out = np.array([each.output_tokens for each in requests], dtype=np.int64)
-    after = np.full(count, -1, dtype=np.int64)
-    return Workload(path.stem, Arrivals(at, np.zeros(count), num_out, after, start, ids, sizes))
-
-
 def _read_own(path: Path, limit: int | None) -> Workload:
     name: str | None = None
 
-    def parse(line: int, text: str) -> tuple[int, Arrival] | None:
+    def parse(text: str) -> _Request | None:
         nonlocal name
         fields = parse_json(text)
         if name is None:
             name = str(fields.get("workload", path.stem))
             if "workload" in fields:
                 return None
-        return line, _arrival(fields)
+        return _own(fields)
 
-    lines, arrivals = zip(*_read(path, limit, parse), strict=True)
-    columns = Arrivals.of(arrivals)
-    if fault := columns.fault():
-        raise ConfigError(f"{path} line {lines[fault[0]]}: {fault[1]}")
+    columns = _read(path, limit, parse)
     assert name is not None
     return Workload(name, columns)
 
 
-def _arrival(fields: Any) -> Arrival:
+def _own(fields: Any) -> _Request:
     """A request of a line. Raises ValueError if a field has the wrong type."""
     if not isinstance(fields, dict):
         raise ValueError(f"a request is an object, not {fields!r:.60}")
@@ -207,44 +158,107 @@ def _arrival(fields: Any) -> Arrival:
     prompt = fields.get("prompt")
     if not isinstance(prompt, list) or any(not isinstance(span, list) or len(span) != 2 for span in prompt):
         raise ValueError(f"prompt is {prompt!r:.60}; it must be a list of spans [id, number of tokens]")
-    spans = [
-        Span(_whole("an id of its prompt", span, 0, MOST_ID), _whole("a span of its prompt", size, 1))
-        for span, size in prompt
-    ]
+    ids = [_whole("an id of its prompt", span, 0, MOST_ID) for span, _ in prompt]
+    sizes = [_whole("a span of its prompt", size, 1) for _, size in prompt]
     num_out, after = _whole("num_out", fields.get("num_out"), 1), _whole("after", fields.get("after", -1), -1)
-    return Arrival(float(seconds[0]), tuple(spans), num_out, after, float(seconds[1]))
+    return _Request(float(seconds[0]), ids, sizes, num_out, after, float(seconds[1]))
 
 
-def _read(path: Path, limit: int | None, parse: Callable[[int, str], _Row | None]) -> list[_Row]:
-    """What `parse` makes of the lines of a file that are not empty. It raises ValueError, and returns None for a
-    header.
+def _azure() -> Parse:
+    """Parses the lines of an Azure trace, of which the first is the header."""
+    places: list[int] = []
+    times: list[datetime] = []
+
+    def parse(text: str) -> _Request | None:
+        cells = [cell.strip().strip('"') for cell in text.split(",")]
+        if not places:
+            if missing := [name for name in AZURE_COLUMNS if name not in cells]:
+                raise ValueError(f"the header has no column {', '.join(missing)}")
+            places.extend(map(cells.index, AZURE_COLUMNS))
+            return None
+        if len(cells) <= max(places):
+            raise ValueError(f"{len(cells)} cells; the header asks for {max(places) + 1}")
+        time, *lengths = (cells[place] for place in places)
+        at = _time(time)
+        # Only digits, and few: int() takes signs and underscores too, and raises for too many.
+        counts = (int(cell) if cell.isascii() and cell.isdigit() and len(cell) < 20 else cell for cell in lengths)
+        num_in, num_out = map(_whole, AZURE_COLUMNS[1:], counts, (1, 0))
+        _append(times, at)
+        return _Request((at - times[0]).total_seconds(), [len(times) - 1], [num_in], max(1, num_out))
+
+    return parse
+
+
+def _mooncake() -> Parse:
+    """Parses the lines of a Mooncake trace. Hash ids are numbered from 0 as they first appear."""
+    numbers: dict[int, int] = {}
+    times: list[float] = []
+
+    def parse(text: str) -> _Request:
+        try:
+            fields = parse_json(text)
+        except ValueError as error:
+            raise ValueError(f"not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise ValueError(f"a request is an object, not {text.strip()!r:.60}")
+        time, hash_ids = fields.get("timestamp"), fields.get("hash_ids")
+        if not _is_number(time) or not 0 <= time < math.inf:
+            raise ValueError(f"timestamp is {time!r:.60}; it must be milliseconds, at least 0")
+        num_in = _whole("input_length", fields.get("input_length"), 1)
+        num_out = _whole("output_length", fields.get("output_length"), 0)
+        if not isinstance(hash_ids, list) or {*map(type, hash_ids)} - {int}:
+            raise ValueError(f"hash_ids is {hash_ids!r:.60}; it must be a list of whole numbers")
+        needed = -(-num_in // HASHED_TOKENS)
+        if len(hash_ids) != needed:
+            raise ValueError(
+                f"hash_ids has {len(hash_ids)} ids; {num_in} tokens in blocks of {HASHED_TOKENS} have {needed}"
+            )
+        _append(times, time / 1000)
+        ids = [numbers.setdefault(each, len(numbers)) for each in hash_ids]
+        sizes = [HASHED_TOKENS] * (needed - 1) + [num_in - HASHED_TOKENS * (needed - 1)]
+        return _Request(times[-1] - times[0], ids, sizes, max(1, num_out))
+
+    return parse
+
+
+def _append(times: list[Any], time: Any) -> None:
+    """Appends the time of a line. Raises ValueError if it is before that of the line above."""
+    if times and time < times[-1]:
+        raise ValueError("its timestamp is before that of the line above")
+    times.append(time)
+
+
+@gc_paused()
+def _read(path: Path, limit: int | None, parse: Parse) -> Arrivals:
+    """The requests of a file, at most `limit`. Lines without text are skipped. Raises ConfigError with file and line
+    for what is no request.
     """
-    rows: list[_Row] = []
+    lines, requests = list[int](), list[_Request]()
     try:
         with open_file(path, encoding="utf-8-sig") as file:
             for line, text in enumerate(file, 1):
-                if len(rows) == limit:
+                if len(lines) == limit:
                     break
                 if not text.strip():
                     continue
                 try:
-                    row = parse(line, text)
+                    request = parse(text)
                 except ValueError as error:
                     raise ConfigError(f"{path} line {line}: {error}") from error
-                if row is not None:
-                    rows.append(row)
+                if request is not None:
+                    lines.append(line)
+                    requests.append(request)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}") from error
-    if not rows:
+    if not lines:
         raise ConfigError(f"the trace {path} has no requests")
-    return rows
-
-
-def _in_order(path: Path, requests: list[TraceRequest]) -> list[TraceRequest]:
-    for before, each in itertools.pairwise(requests):
-        if each.seconds < before.seconds:
-            raise ConfigError(f"{path} line {each.line}: its timestamp is before that of the line above")
-    return requests
+    at, ids, sizes, num_out, after, pause = zip(*requests, strict=True)
+    spans = (np.fromiter(itertools.chain.from_iterable(each), np.int64) for each in (ids, sizes))
+    rows = (np.array(at), np.array(pause), np.array(num_out), np.array(after), np.cumsum([0, *map(len, ids)]))
+    columns = Arrivals(*rows, *spans)
+    if fault := columns.fault():
+        raise ConfigError(f"{path} line {lines[fault[0]]}: {fault[1]}")
+    return columns
 
 
 def _time(text: str) -> datetime:
@@ -264,30 +278,6 @@ def _whole(name: str, value: object, least: int, most: int = MOST_TOKENS) -> int
     if type(value) is not int or not least <= value < most:
         raise ValueError(f"{name} is {value!r:.60}; it must be a whole number of at least {least} and below {most}")
     return value
-
-
-def _request(line: int, text: str, numbers: dict[int, int]) -> TraceRequest:
-    """Parses a line and adds new ids to `numbers`. Raises ValueError for an invalid line."""
-    try:
-        fields = parse_json(text)
-    except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"a request is an object, not {text.strip()!r:.60}")
-    time, hash_ids = fields.get("timestamp"), fields.get("hash_ids")
-    if not _is_number(time) or not 0 <= time < math.inf:
-        raise ValueError(f"timestamp is {time!r:.60}; it must be milliseconds, at least 0")
-    num_in = _whole("input_length", fields.get("input_length"), 1)
-    num_out = _whole("output_length", fields.get("output_length"), 0)
-    if not isinstance(hash_ids, list) or any(type(each) is not int for each in hash_ids):
-        raise ValueError(f"hash_ids is {hash_ids!r:.60}; it must be a list of whole numbers")
-    needed = -(-num_in // HASHED_TOKENS)
-    if len(hash_ids) != needed:
-        raise ValueError(
-            f"hash_ids has {len(hash_ids)} ids; {num_in} tokens in blocks of {HASHED_TOKENS} have {needed}"
-        )
-    blocks = tuple(numbers.setdefault(each, len(numbers)) for each in hash_ids)
-    return TraceRequest(line, time / 1000, num_in, max(1, num_out), blocks)
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:

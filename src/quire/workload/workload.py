@@ -100,14 +100,6 @@ class Arrivals(Sequence[Arrival]):
             spans[:, 1].copy(),
         )
 
-    def first(self, count: int) -> Arrivals:
-        """The first `count` requests."""
-        spans = int(self.start[count])
-        return Arrivals(
-            self.at[:count], self.pause[:count], self.num_out[:count], self.after[:count],
-            self.start[: count + 1], self.ids[:spans], self.sizes[:spans],
-        )  # fmt: skip
-
     def fault(self) -> tuple[int, str] | None:
         """The first request that is not valid (see `Workload`), and why; None: all are."""
         at, after, index = self.at, self.after, np.arange(len(self))
@@ -312,7 +304,7 @@ class Workload:
     def first(self, count: int) -> Workload:
         """The first `count` requests, or all if there are fewer."""
         assert count >= 1, count
-        return Workload(self.name, self.columns.first(min(count, len(self.arrivals))))
+        return self.only(np.arange(len(self.arrivals)) < count)
 
     def only(self, kept: NDArray[np.bool_]) -> Workload:
         """Some requests, at least one. What follows a request that is left out must be left out as well.
