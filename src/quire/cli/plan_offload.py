@@ -65,9 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.hardware != PAPER and not Path(args.hardware).exists():
         raise ConfigError(f"--hardware is {args.hardware!r}; it must be {PAPER}, or a file of quire plan hardware")
     if args.plot is not None:
-        from quire.evaluation.plot import check_figure
-
-        check_figure(args.plot)
+        shared.check_plot(args.plot)
     if args.output is not None:
         shared.check_writable(args.output)
     plan = _planned(args)
@@ -187,28 +185,20 @@ def print_policy(plan: OffloadPlan, found: PlacedBlock, args: argparse.Namespace
 
 def draw(file: Path, found: Sequence[PlacedBlock], title: str) -> None:
     """Draws throughput over block size, one line per micro-batch, and over the seconds of a block."""
-    from quire.evaluation.plot import load_figure, save_figure
+    from quire.evaluation.plot import drawing, finish
 
-    figure = load_figure()(figsize=(9.6, 4.0), dpi=150, layout="constrained")
-    sizes, frontier = figure.subplots(1, 2)
-    micros = sorted({each.policy.micro_batch for each in found})
-    for micro in micros[:: max(1, len(micros) // 8)]:
-        line = [each for each in found if each.policy.micro_batch == micro]
-        sizes.plot([each.policy.block for each in line], [each.prediction.throughput for each in line], label=micro)
-    sizes.set_xlabel("sequences of a block")
-    sizes.set_ylabel("tokens per second")
-    sizes.set_xscale("log")
-    sizes.legend(title="micro-batch", fontsize="small")
-    best_so_far, points = 0.0, []
-    for each in sorted(found, key=lambda each: each.prediction.seconds):
-        if each.prediction.throughput > best_so_far:
-            best_so_far = each.prediction.throughput
-            points.append((each.prediction.seconds, best_so_far))
-    frontier.plot(*zip(*points, strict=True), marker="o", markersize=3)
-    frontier.set_xlabel("seconds until a block is done")
-    frontier.set_xscale("log")
-    frontier.set_title("the best for each latency", fontsize="medium")
-    for axes in (sizes, frontier):
-        axes.grid(alpha=0.3)
-    figure.suptitle(title)
-    save_figure(figure, file)
+    with drawing(file, 9.6, 4.0, title) as figure:
+        sizes, frontier = figure.subplots(1, 2)
+        micros = sorted({each.policy.micro_batch for each in found})
+        for micro in micros[:: max(1, len(micros) // 8)]:
+            line = [each for each in found if each.policy.micro_batch == micro]
+            blocks, rates = zip(*((each.policy.block, each.prediction.throughput) for each in line), strict=True)
+            sizes.plot(blocks, rates, label=f"micro-batch {micro}")
+        finish(sizes, "sequences of a block", "tokens per second", xscale="log")
+        best_so_far, points = 0.0, []
+        for each in sorted(found, key=lambda each: each.prediction.seconds):
+            if each.prediction.throughput > best_so_far:
+                best_so_far = each.prediction.throughput
+                points.append((each.prediction.seconds, best_so_far))
+        frontier.plot(*zip(*points, strict=True), marker="o", markersize=3)
+        finish(frontier, "seconds until a block is done", "", xscale="log", title="the best for each latency")

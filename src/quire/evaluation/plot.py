@@ -41,13 +41,20 @@ def drawing(file: Path, width: float, height: float, title: str = "") -> Iterato
     file           its ending selects the format: .png, .svg, .pdf
     width, height  in inches
     title          of the whole figure; its dollar signs are no formulas
-    Raises ConfigError if matplotlib is not installed or the file cannot be written.
+    Raises ConfigError if matplotlib is not installed or the file cannot be written; an existing file then stays
+    unchanged.
     """
     figure = load_figure()(figsize=(width, height), dpi=150, layout="constrained")
     yield figure
     if title:
         figure.suptitle(title, parse_math=False)
-    save_figure(figure, file)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=file.suffix[1:].lower())
+    try:
+        with atomic_write(file) as draft:
+            draft.write_bytes(drawn.getvalue())
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}") from error
 
 
 def finish(axes: Any, xlabel: str, ylabel: str, **more: Any) -> None:
@@ -79,16 +86,3 @@ def save_plot(file: Path, results: Sequence[Perplexity], title: str) -> None:
         widest = max(each.bytes_per_token for each in results)
         finish(axes, "bytes resident per token", ylabel, title=title, xlim=(0, 1.15 * widest))
         axes.margins(0.1)
-
-
-def save_figure(figure: Any, file: Path) -> None:
-    """Writes a figure in the format of the file's ending. Raises ConfigError if it cannot be written; an existing file
-    then stays unchanged.
-    """
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=file.suffix[1:].lower())
-    try:
-        with atomic_write(file) as draft:
-            draft.write_bytes(drawn.getvalue())
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}") from error
