@@ -17,6 +17,7 @@ from quire.cli import main, parse, plan_auto
 from quire.cli.parser import CommandParser
 from quire.config import ClusterConfig, EngineConfig, SloConfig
 from quire.measure.latency_bench import settings_of as speed_settings
+from quire.placement.rejected import Reason
 from quire.planning import auto as planning
 from quire.planning.auto import within
 from quire.planning.curves import LossCurve
@@ -271,6 +272,20 @@ def test_a_plan_without_a_text_or_curves_keeps_what_loses_nothing(
     assert {"give --text FILE" in reason for reason in lacking.values() if "calibration" not in reason} == {True}
     known_ones = planner._known(planner._possible(), lacking)
     assert [planner.space.name(each) for each in known_ones] == ["default"]
+
+
+@pytest.mark.parametrize(
+    ("budget", "told"), [(0.0003, []), (0.0002, ["it loses 0.11% (measured), and the budget is 0.02%"])]
+)
+def test_what_loses_much_more_than_the_budget_is_not_tried(
+    budget: float, told: list[str], words: list[str], known: Path
+) -> None:
+    """More than four times as much."""
+    planner = planner_from([*words, "--plan.quality", str(budget)])
+    names = [planner.space.name(each) for each in planner._known(planner._possible(), {})]
+    assert "default" in names and ("g4" in names) == (not told)
+    lossy = [each for each in planner.rejected if each.why is Reason.LOSSY]
+    assert [each.reason for each in lossy if planner.space.name(each.option.settings) == "g4"] == told
 
 
 @pytest.mark.parametrize(("budget", "is_measured"), [(0.01, False), (0.0012, True), (0.0001, False)])

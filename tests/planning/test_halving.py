@@ -157,14 +157,6 @@ def test_a_smaller_loss_that_is_less_sure_removes_no_other() -> None:
     assert found.chosen.point.settings == chosen("nuq4") and len(found.frontier) == 3
 
 
-def test_what_loses_much_more_than_the_budget_is_not_tried() -> None:
-    points = [point(), point("nuq2", loss=0.05), point("nuq3", loss=0.03)]
-    fake = Fake(rates_of(points, 1.0, 9.0, 3.0))
-    found = searched(points, {}, fake=fake)
-    assert fake.tried(chosen("nuq2")) == 0 and fake.tried(chosen("nuq3")) > 0
-    assert [(each.option.settings, each.why) for each in found.rejected] == [(chosen("nuq2"), Reason.LOSSY)]
-
-
 def test_of_equal_goodputs_the_one_with_less_memory_is_chosen() -> None:
     points = [point(), point("nuq4", loss=0.004, total=GIB)]
     small = {0.5: GIB // 2, 0.25: GIB // 4}

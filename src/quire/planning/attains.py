@@ -103,6 +103,7 @@ def find_goodput(
     num_seeds: int = 1,
     confirmations: int = CONFIRMATIONS,
     guess: float | None = None,
+    floor: float = 0.0,
     **settings: Any,
 ) -> Goodput:
     """The goodput of what `attains` simulates: the highest rate that reaches the target.
@@ -112,19 +113,21 @@ def find_goodput(
     num_seeds      number of seeds of the search
     confirmations  number of fresh seeds after them, which confirm its result
     guess          the first rate; None: half the ceiling
+    floor          requests/s; lower rates are not tried
     settings       of `quire.planning.goodput.goodput`, in place of its own
     """
     own, fresh = range(seed, seed + num_seeds), range(seed + num_seeds, seed + num_seeds + confirmations)
     attains.groups = (own, fresh)
-    found = goodput(
-        attains, attains.slo.attainment, low=ceiling / LOWEST, high=ceiling,
+    return goodput(
+        attains, attains.slo.attainment, low=min(max(floor, ceiling / LOWEST), ceiling), high=ceiling,
         guess=ceiling / 2 if guess is None else guess, seeds=own, confirm_seeds=fresh, **settings,
     )  # fmt: skip
-    return noted(found, attains.simulation(found.rate, seed).load, attains.slo) if found.rate else found
 
 
 def noted(found: Goodput, load: Load, slo: Slo) -> Goodput:
     """A goodput with the reasons why its requests may meet their targets only because they are few."""
+    if not found.rate:
+        return found
     told, rate, count = list[str](), found.rate, load.count
     # With a capacity of C requests/s request k waits k / C - k / rate. The wait of request attainment * count reaches
     # the target at rate / C = 1 + excess.
@@ -153,10 +156,10 @@ class GoodputSearch:
 
     Instances for prompts and for decoding are simulated as a tandem, and to confirm the result as a cluster.
 
-    limits     requests/s: a floor, at or below which a result is useless, and an upper bound of the goodput
-    tolerance  relative error of the goodput
-    fresh      seeds that confirm it; empty: it is not confirmed
-    end        time of `time.monotonic` at which the search gives up
+    limits         requests/s: a floor, at or below which a result is useless, and an upper bound of the goodput
+    tolerance      relative error of the goodput
+    confirmations  fresh seeds that confirm it; 0: it is not confirmed
+    end            time of `time.monotonic` at which the search gives up
     """
 
     maker: Maker
@@ -167,7 +170,7 @@ class GoodputSearch:
     guess: float
     tolerance: float
     seed: int = 0
-    fresh: tuple[int, ...] = ()
+    confirmations: int = 0
     end: float = math.inf
 
     @property
@@ -196,15 +199,7 @@ class GoodputSearch:
                 return SimulationRun(setup, self.load, rate, seed, Parts(min(self.slo.tpot, MOST_TPOT)))
             return SimulationRun(setup, self.load, rate, seed)
 
-        attains = Attains(run, self.slo, ((self.seed,), self.fresh))
-        return goodput(
-            attains,
-            self.slo.attainment,
-            low=min(max(floor, ceiling / LOWEST), ceiling),
-            high=ceiling,
-            guess=self.guess,
-            tolerance=self.tolerance,
-            seeds=(self.seed,),
-            confirm_seeds=self.fresh,
-            probes=(),
-        )
+        return find_goodput(
+            Attains(run, self.slo), ceiling, self.seed, 1, self.confirmations, guess=self.guess, floor=floor,
+            tolerance=self.tolerance, probes=(),
+        )  # fmt: skip

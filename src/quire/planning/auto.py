@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -156,9 +156,9 @@ class Planner(ABC):
     def latency(self, settings: Settings) -> tuple[StepTime, Origin, str] | None:
         """Of every instance, where it comes from, and how; None if it is not known."""
 
-    @abstractmethod
     def measure_latencies(self, settings: Sequence[Settings], end: float) -> dict[Settings, str]:
         """Measures what can be, until a time of the clock. Returns why what they need is not known."""
+        return {}
 
     @abstractmethod
     def measure_latency(self, settings: Settings, end: float) -> None:
@@ -204,7 +204,7 @@ class Planner(ABC):
         if self.quality is not None:
             end = begun + QUALITY_PART * goal.seconds
             lacking = self.quality.measure_all(settings, goal.quality, end, tools.progress)
-        wanted = self._fitting(self._known(settings, lacking))
+        wanted = self._able(self._known(settings, lacking), self.fit)
         slow = self.measure_latencies(wanted, begun + SPEED_PART * goal.seconds)
         points = [point for each in wanted if (point := self._point(each, slow)) is not None]
         if not points:
@@ -273,33 +273,29 @@ class Planner(ABC):
 
     def _possible(self) -> list[Settings]:
         """Settings that an engine could have."""
+
+        def check(settings: Settings) -> None:
+            config = settings.engine(self.config)
+            if self.quality is not None:
+                self.quality.calibration_of(config)
+            self.cluster_of(settings)
+
+        return self._able(self.space.settings(), check)
+
+    def _able(self, settings: Iterable[Settings], check: Callable[[Settings], object]) -> list[Settings]:
+        """Settings for which a check raises no ConfigError. The others are left out with its message."""
         found = []
-        for settings in self.space.settings():
+        for each in settings:
             try:
-                config = settings.engine(self.config)
-                if self.quality is not None:
-                    self.quality.calibration_of(config)
-                self.cluster_of(settings)
+                check(each)
             except ConfigError as error:
-                self._reject(settings, Reason.UNFIT, str(error))
+                self._reject(each, Reason.UNFIT, str(error))
             else:
-                found.append(settings)
+                found.append(each)
         return found
 
     def _reject(self, settings: Settings, why: Reason, reason: str) -> None:
         self.rejected.append(Rejected(Variant(settings), why, reason))
-
-    def _fitting(self, known: Sequence[Settings]) -> list[Settings]:
-        """Settings that the memory is enough for."""
-        found = []
-        for settings in known:
-            try:
-                self.fit(settings)
-            except ConfigError as error:
-                self._reject(settings, Reason.UNFIT, str(error))
-            else:
-                found.append(settings)
-        return found
 
     def _known(self, possible: Sequence[Settings], lacking: Mapping[Settings, str]) -> list[Settings]:
         """Settings whose loss is known, and not far beyond the budget."""
@@ -350,12 +346,12 @@ class Planner(ABC):
     def evaluate(self, trials: Sequence[Trial], rung: Rung, end: float) -> list[Goodput | None]:
         """See HalvingSearch."""
         goal, load = self.goal, replace(self.goal.load, count=rung.requests)
-        fresh = fresh_seeds(load, goal.seed, CONFIRMATIONS) if rung.confirms else ()
+        confirmations = len(fresh_seeds(load, goal.seed, CONFIRMATIONS)) if rung.confirms else 0
         infeasible = Goodput(0.0, 0.0, Verdict.INFEASIBLE, confirmed=False, target=goal.slo.attainment)
         jobs = {
             index: GoodputSearch(
                 *self.candidate(point), load, goal.slo, (floor, self._ceilings[point.key]), guess, rung.tolerance,
-                goal.seed, fresh, end,
+                goal.seed, confirmations, end,
             )
             for index, (point, guess, floor) in enumerate(trials)
             if point.bound > 0
@@ -364,7 +360,7 @@ class Planner(ABC):
         found = [results.get(index, infeasible) for index in range(len(trials))]
         if not rung.confirms:
             return found
-        return [noted(each, load, goal.slo) if each is not None and each.rate else each for each in found]
+        return [None if each is None else noted(each, load, goal.slo) for each in found]
 
     def made(self, settings: Settings, share: float) -> SettingsPoint | None:
         """See HalvingSearch."""

@@ -4,7 +4,7 @@ were kept for the checkpoint. Parallelism is part of the space, and modelled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -80,10 +80,6 @@ class HardwarePlanner(Planner):
     def latency(self, settings: Settings) -> tuple[StepTime, Origin, str] | None:
         """See Planner."""
         return self.latency_of(settings), Origin.MODELLED, HOW
-
-    def measure_latencies(self, settings: Sequence[Settings], end: float) -> dict[Settings, str]:
-        """See Planner: there is nothing to measure."""
-        return {}
 
     def measure_latency(self, settings: Settings, end: float) -> None:
         """See Planner: there is nothing to measure."""

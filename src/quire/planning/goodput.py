@@ -54,16 +54,15 @@ class RatePoint(NamedTuple):
 class Goodput:
     """The result of a search.
 
-    rate         requests/s; 0 if infeasible
-    attainment   share of requests that meet both targets at this rate, mean over the fresh seeds; if infeasible, the
-                 share at the lowest rate
-    verdict      how the search ended
-    confirmed    whether the mean over fresh seeds reaches the target
-    spread       largest minus smallest share of the fresh seeds
-    evaluations  calls of the callable
-    target       wanted share of requests
-    points       what the search has seen, by rate; means over its own seeds
-    notes        reasons for doubt that the search itself cannot know, one sentence each
+    rate        requests/s; 0 if infeasible
+    attainment  share of requests that meet both targets at this rate, mean over the fresh seeds; if infeasible, the
+                share at the lowest rate
+    verdict     how the search ended
+    confirmed   whether the mean over fresh seeds reaches the target
+    spread      largest minus smallest share of the fresh seeds
+    target      wanted share of requests
+    points      what the search has seen, by rate; means over its own seeds
+    notes       reasons for doubt that the search itself cannot know, one sentence each
     """
 
     rate: float
@@ -71,7 +70,6 @@ class Goodput:
     verdict: Verdict = Verdict.FOUND
     confirmed: bool = True
     spread: float = 0.0
-    evaluations: int = 0
     target: float = 0.9
     points: tuple[RatePoint, ...] = ()
     notes: tuple[str, ...] = ()
@@ -235,7 +233,6 @@ class _Search:
             verdict=verdict,
             confirmed=confirmed,
             spread=max(shares) - min(shares),
-            evaluations=len(self.shares),
             target=self.target,
             points=tuple(RatePoint(rate, self.attainment(rate)) for rate in rates),
         )

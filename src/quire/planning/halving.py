@@ -14,13 +14,13 @@ rung keeps points that are best for their loss and memory, and not only the fast
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from quire.errors import QuireError
 from quire.placement.rejected import Reason
-from quire.planning.curves import BEYOND, Loss
+from quire.planning.curves import Loss
 from quire.planning.goodput import Goodput
 from quire.planning.points import (
     ROUNDING,
@@ -100,7 +100,7 @@ class HalvingSearch(Search[Variant]):
     """A search in rungs: see Search.
 
     space     of the settings
-    points    that can run, with what is known of them
+    points    that can run and do not lose far more than the budget, with what is known of them
     evaluate  see Evaluate. Its results do not depend on how many points there are
     quality   loss that the chosen point may have
     made      the point of some settings, with a part of the cache that they can have; None if that cannot run
@@ -120,7 +120,7 @@ class HalvingSearch(Search[Variant]):
 
     def run(self) -> PlanResult:
         """Searches. Raises NoPlanError if no point meets the targets within the quality budget."""
-        points = self._without_covered(self._without_lossy(self.points))
+        points = self._without_covered(self.points)
         begun = self.clock()
         tried: list[Tried] = []
         for number, rung in enumerate(self.rungs):
@@ -139,16 +139,6 @@ class HalvingSearch(Search[Variant]):
         return PlanResult(chosen, tuple(frontier), baseline, tuple(tried), tuple(self.rejected), tuple(self.warnings))
 
     # ---- what is not tried ---------------------------------------------------------------------------------------
-
-    def _without_lossy(self, points: Iterable[SettingsPoint]) -> list[SettingsPoint]:
-        found, most = [], BEYOND * self.quality
-        for point in points:
-            if point.loss.value > most and not self._is_baseline(point):
-                reason = f"it loses {point.loss.value:.2%} ({point.loss.origin}), and the budget is {self.quality:.2%}"
-                self.reject(point.key, Reason.LOSSY, reason)
-            else:
-                found.append(point)
-        return found
 
     def _without_covered(self, points: Sequence[SettingsPoint]) -> list[SettingsPoint]:
         found: list[SettingsPoint] = []

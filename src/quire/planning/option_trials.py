@@ -24,7 +24,7 @@ from quire.errors import ConfigError
 from quire.placement.cluster_file import ClusterSpec
 from quire.placement.divisions import Division, Needs, Option, Pair, Role
 from quire.placement.placement_file import Instances, Placement
-from quire.planning.attains import Attains, asked_of, bound_of, find_goodput
+from quire.planning.attains import Attains, asked_of, bound_of, find_goodput, noted
 from quire.planning.bounds import RequestStats, joint_bound
 from quire.planning.goodput import ROUNDING, Goodput
 from quire.planning.placement import PlacementError
@@ -206,9 +206,10 @@ class OptionTrials:
             rough = self._rough.get(option)
             guess = ceiling / 2 if rough is None or not rough.rate else LIKELY * rough.rate
             attains, guess = self._tested.pop(option, (self._attains(option, guess), guess))
-            self._found[option] = find_goodput(
+            found = find_goodput(
                 attains, ceiling, self.seed, SEEDS, CONFIRMATIONS, guess=guess, tolerance=TOLERANCE, probes=()
             )
+            self._found[option] = noted(found, attains.simulation(guess, self.seed).load, attains.slo)
         return self._found[option]
 
     def serves(self, option: Option, rate: float) -> bool:

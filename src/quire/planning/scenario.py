@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.planning.attains import Attains, ceiling_of, find_goodput
+from quire.planning.attains import Attains, ceiling_of, find_goodput, noted
 from quire.planning.goodput import Goodput
 from quire.simulation.load import Load
 from quire.simulation.outcome import Outcome
@@ -63,7 +63,7 @@ class Scenario:
         attains = Attains(
             lambda rate, seed: SimulationRun(self.setup, self.load, rate, seed, quickly), self.slo, (), pool, on_run
         )
-        found = find_goodput(attains, ceiling_of(self.setup, self.load.workload), seed)
+        found = noted(find_goodput(attains, ceiling_of(self.setup, self.load.workload), seed), self.load, self.slo)
         rate = found.rate or min(point.rate for point in found.points)
         return found, rate, SimulationRun(self.setup, self.load, rate, seed + 1).outcome()
 
