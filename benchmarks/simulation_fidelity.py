@@ -15,6 +15,9 @@ few lonely requests of the profiles, simulates every load, and prints attainment
 measured ones; the rate at which attainment falls to 90 %, measured and predicted; and the repeats that were dropped
 because other programs took more than --quiet of a core. A repeat is a server of its own, and loads of a repeat are
 simulated with its own profile; --pooled takes the profiles of all repeats together.
+
+The exit status is 1 if a mark is missed. For each side and trace these are: at least four rates, attainment that differs
+by at most 5 points at each of them, and rates at the target that differ by at most 7 %.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import statistics
 import sys
@@ -40,6 +44,7 @@ import numpy as np
 from common import format_table, hardware, hardware_line
 from load import LoadRequest, Send, completions, replay
 from servers import Server, quire_server
+from tiers import Mark, marks_table
 
 from quire.cache.costs import LATENCY
 from quire.config import EngineConfig
@@ -337,11 +342,29 @@ def knee(rates: list[float], shares: list[float], target: float) -> float | None
     return None
 
 
-def report(args: argparse.Namespace) -> None:
-    """Compares."""
+def marks_of(name: str, rates: list[float], measured: list[float], predicted: list[float], target: float) -> list[Mark]:
+    """What is wanted of the predictions for a trace on a side.
+
+    measured, predicted  attainment at each rate
+    target               attainment at which two rates are compared, if either falls to it
+    """
+    points = [round(100 * abs(one - other), 9) for one, other in zip(measured, predicted, strict=True)]
+    left, right = knee(rates, measured, target), knee(rates, predicted, target)
+    error = math.nan if left is right else math.inf
+    if left is not None and right is not None:
+        error = abs(right / left - 1)
+    return [
+        Mark(f"{name}: rates that are compared", [len(rates)], 4),
+        Mark(f"{name}: largest difference in attainment, in points", [max(points, default=math.nan)], 5, at_most=True),
+        Mark(f"{name}: error of the rate at {target:.0%}", [error], 0.07, at_most=True),
+    ]
+
+
+def report(args: argparse.Namespace) -> list[Mark]:
+    """Compares, and returns what is wanted of each side and trace."""
     records = [json.loads(line) for line in args.report.read_text().splitlines()]
     print(hardware_line(hardware()))
-    slo = Slo(args.ttft, args.tpot)
+    slo, marks = Slo(args.ttft, args.tpot), list[Mark]()
     for side in dict.fromkeys(each["side"] for each in records):
         loads = [each for each in records if each["kind"] == "load" and each["side"] == side]
         kept = [each for each in loads if each["others"] <= args.quiet]
@@ -359,7 +382,7 @@ def report(args: argparse.Namespace) -> None:
                     print(f"{name}, {role}: the steps of the loads took {real:.0f} s, and {said:.0f} s as said")
             print(f"{name}: {1e3 * simulated.overhead:.1f} ms each way")
         print(f"{side}: {len(loads) - len(kept)} of {len(loads)} loads dropped")
-        for trace in dict.fromkeys(each["trace"] for each in kept):
+        for trace in dict.fromkeys(each["trace"] for each in loads):
             rows, measured, predicted = [], [], []
             rates = sorted({each["rate"] for each in kept if each["trace"] == trace})
             for rate in rates:
@@ -392,10 +415,13 @@ def report(args: argparse.Namespace) -> None:
             shown = ["not within these rates" if each is None else f"{each:.3f}" for each in (left, right)]
             error = "" if left is None or right is None else f" ({right / left - 1:+.1%})"
             print(f"rate at {slo.attainment:.0%}: measured {shown[0]}, predicted {shown[1]}{error}")
+            marks += marks_of(f"{side}, {trace}", rates, measured, predicted, slo.attainment)
+    print(f"\n{marks_table(marks)}")
+    return marks
 
 
-def main() -> None:
-    """Runs what the command line asks for."""
+def main() -> int:
+    """Runs what the command line asks for. 1 if a report misses a mark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, metavar="DIR")
     parser.add_argument("--out", type=Path, metavar="FILE", help="serve, and append what comes of it")
@@ -428,8 +454,9 @@ def main() -> None:
     if args.out is not None:
         serve(args)
     if args.report is not None:
-        report(args)
+        return int(any(mark.reached is False for mark in report(args)))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,7 +19,7 @@ from quire.cluster.placements import shared_options
 from quire.config import EngineConfig
 from quire.placement.cluster_file import ClusterSpec, Network, Nodes
 from quire.placement.divisions import Option
-from quire.placement.placement_file import Gpus, Hosts, Placement, read_placement
+from quire.placement.placement_file import Gpus, Hosts, Instances, Placement, Predicted, read_placement
 from quire.placement.rejected import Reason
 from quire.planning import option_trials as search
 from quire.planning import placements
@@ -143,6 +143,16 @@ def test_a_plan_says_whether_the_trace_itself_fares_like_what_was_drawn(
         found = json.loads(capsys.readouterr().out)
         said = [each for each in found["made"].get("warnings", []) if "of the trace itself" in each]
         assert bool(said) == is_said and 0 <= found["made"]["attainment_of_trace"] <= 1
+
+
+def test_two_points_of_attainment_between_drawn_and_recorded_requests_are_no_doubt() -> None:
+    placement = Placement((Instances("mixed", 1),), Predicted(1.0, 1.0, "GPU", 1.0, 0.9))
+    goal = placements.PlacementGoal(Load(made_workload(), 60), Slo(0.3, 0.05, 0.9), None, "mixed", False, 1.0, 0)
+    for more, is_doubted in ((0.0199, False), (0.0201, True)):
+        for replayed in ((0.9, 0.9 + more), (0.9 + more, 0.9)):
+            result = placements.PlacementResult("mixed", placement, 0.9, replayed=replayed)
+            told = placements._doubts(result, placement, goal)
+            assert ["of the trace itself" in each for each in told] == [True] * is_doubted, replayed
 
 
 def test_the_command_of_the_file_plans_the_same_again(placed: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,6 +166,14 @@ def test_only_what_the_receiver_lacks_is_sent() -> None:
     assert first - second == pytest.approx(256 * setup.replicas[0].plan.sizes.bytes_per_token / 2e8, rel=1e-3)
 
 
+@pytest.mark.parametrize("kept", [1.0, 0.25])
+def test_what_retention_drops_is_not_sent(kept: float) -> None:
+    setup = planner(Slo(), between=200_000_000, **{"retain.budget": kept}).model.setup_of(Division(Role.DECODE))
+    (replicas,) = setup.replicas
+    seconds = kept * replicas.plan.sizes.bytes_per_token / 2e8
+    assert parts.seconds_per_token(replicas, setup.ways) == pytest.approx(seconds)
+
+
 @pytest.mark.parametrize("option", [OPTIONS_OF_GPUS[1], OPTIONS_OF_GPUS[3]], ids=str)
 def test_answers_of_one_token_need_nobody_who_decodes(option: Option) -> None:
     workload = Workload("short", [Arrival(0.2 * index, (Span(index, 90),), 1) for index in range(12)])

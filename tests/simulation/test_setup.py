@@ -62,3 +62,11 @@ def test_ways_are_measured_where_a_latency_model_has_them() -> None:
 def test_tiers_forget_what_was_not_used_for_a_lifetime() -> None:
     config = EngineConfig.from_options({"tiers.memory": "64MiB", "tiers.disk": "folder:64MiB", "cache.lifetime": 30.0})
     assert [(each.name, each.lifetime) for each in tiers_of(config, Bandwidths())] == [("memory", 30.0), ("disk", 30.0)]
+
+
+def test_an_instance_measures_how_many_rows_saturate_it(local: Callable[..., Setup]) -> None:
+    """A step takes 10 ms for up to 128 rows, and 0.1 ms for each further one."""
+    flat = LatencyModel({}, {"base": 0.01, "rows_from_128": 1e-4}, (128,), {}, {})
+    plan = local(**{"scheduler.token_budget": 512}).replicas[0].plan
+    found = dataclasses.replace(plan, latency=flat).capacity
+    assert (found.prompt_rows, found.seconds_per_row) == (128, pytest.approx(0.01 / 128))

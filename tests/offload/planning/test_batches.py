@@ -13,6 +13,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.cli import main
 from quire.config import EngineConfig
+from quire.engine.build import resolve
 from quire.errors import ConfigError
 from quire.offload.planning.batches import BatchPlan, plan_batch, workload_of
 from quire.offload.planning.costs import BlockWorkload
@@ -179,6 +180,16 @@ def test_the_memory_of_a_plan_holds_its_cache(
     plan = plan_of(model, profile, prompts, [10] * 40, **{"offload.memory": memory}, **settings)
     assert plan.policy.cache.shares[1] == 0, "otherwise this tests nothing"
     assert plan.settings["cache.memory"] - (4 << 20) <= 1.02 * memory
+
+
+@pytest.mark.parametrize("codec", [{"cache.codec": "g4"}, {"cache.codec": "nuq3", "cache.outlier_slots": 1}])
+def test_a_plan_counts_what_the_codec_stores(tmp_path: Path, codec: dict[str, Any]) -> None:
+    model = save_tiny(tmp_path / "wide", head_dim=64, num_hidden_layers=4)
+    config = EngineConfig.from_options({"model.dtype": "float32", "runtime.device": "cpu"} | codec)
+    subject = Subject.of(str(model), config)
+    _, sizes = resolve(config, subject.shape)
+    assert subject.sizes.cache_bytes * subject.sizes.num_layers == sizes.bytes_per_token
+    assert sizes.bytes_per_token < subject.shape.kv_bytes_per_token(4) / 3
 
 
 @pytest.mark.parametrize("is_far", [False, True])

@@ -26,9 +26,11 @@ from quire.offload.planning.costs import (
     Traffic,
 )
 from quire.offload.planning.paper import FORMS, GIB
+from quire.offload.planning.planner import MICRO_BATCHES
 from quire.offload.planning.program import (
     PlacedBlock,
     PlanError,
+    Prediction,
     best,
     best_placement,
     lack_text,
@@ -251,6 +253,26 @@ def test_throughput_has_several_maxima_and_the_search_finds_the_highest() -> Non
         policy = best_placement(model_of(micro_batch, num_batches))
         if policy is not None:
             assert predict(model_of(micro_batch, num_batches), policy).throughput <= chosen.prediction.throughput
+
+
+def test_the_search_goes_on_where_throughput_falls() -> None:
+    rates, near = {(48, 1): 5.0, (48, 2): 4.0, (48, 3): 6.0}, percents(100, 0, 0)
+
+    def rated(*size: int) -> PlacedBlock:
+        return PlacedBlock(OffloadPolicy(*size, near, near, near), Prediction(rates[size], 0.0, 0.0, {}, {}, ()))
+
+    found = best(search(rated, rates))
+    assert found is not None and found.policy.num_batches == 3
+    assert 48 in MICRO_BATCHES, "the paper's for OPT-30B"
+
+
+def test_throughput_rises_with_micro_batches_until_memory_limits() -> None:
+    blocks = search(
+        lambda *size: placed(cost_model(OPT_30B, WORK, *size, ROOM, loose(1.0))), [(48, count) for count in range(1, 9)]
+    )
+    rates = [each.prediction.throughput for each in blocks]
+    assert len(rates) == 8 and rates[:4] == sorted(rates[:4])
+    assert rates[3] == pytest.approx(7.379, rel=1e-3) and max(rates[4:]) < 5.6
 
 
 def test_a_size_that_the_solver_gives_up_on_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
