@@ -16,8 +16,8 @@ measured ones; the rate at which attainment falls to 90 %, measured and predicte
 because other programs took more than --quiet of a core. A repeat is a server of its own, and loads of a repeat are
 simulated with its own profile; --pooled takes the profiles of all repeats together.
 
-The exit status is 1 if a mark is missed. For each side and trace these are: at least four rates, attainment that differs
-by at most 5 points at each of them, and rates at the target that differ by at most 7 %.
+The exit status is 1 if a mark is missed. These are, for each side and trace: at least four rates; attainment that
+differs by at most 5 points at each of them; and rates at the target that differ by at most 7 %.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ConfigError
-from quire.records import made, read_record
+from quire.records import formatted, made, read_record
 from quire.safe_io import parse_json
 
 
@@ -34,6 +34,7 @@ class Whole:
         ('{"name": "a", "parts": [{}, {"colour": 1}]}', r"unknown field 'parts\[1\]\.colour'"),
         ('{"name": "a", "sizes": {"b": 1, "c": "2"}}', r"^sizes\.c: Expected `float`, got `str`"),
         ('{"name": "a", "places": {"d": {"size": 1}, "e": {"size": []}}}', r"^places\.e\.size: Expected `float`"),
+        ('{"name": "a", "parts": [{"size": true}]}', r"parts\[0\]\.size: Expected `float`, got `bool`"),
         ('{"name": 3}', "name: Expected `str`, got `int`"),
         ('{"parts": []}', "^name is missing"),
         ("[]", "Expected `object`, got `array`"),
@@ -49,9 +50,17 @@ def test_what_is_no_json_is_refused_with_the_file(text: str, tmp_path: Path) -> 
     (tmp_path / "file").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match="record .*/file: not a file that can be read"):
         read_record(tmp_path / "file", "record", partial(made, Whole))
+    with pytest.raises(ConfigError, match="record .*/none: not a file that can be read"):
+        read_record(tmp_path / "none", "record", partial(made, Whole))
 
 
 def test_what_is_wrong_in_a_file_is_named_with_the_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text('{"parts": []}')
     with pytest.raises(ConfigError, match="^record .*/file: name is missing$"):
         read_record(tmp_path / "file", "record", partial(made, Whole))
+
+
+@pytest.mark.parametrize("fields", [3, [], {"name": "a"}, {"format": 2, "name": "a"}])
+def test_another_format_is_refused(fields: object) -> None:
+    with pytest.raises(ConfigError, match=r"^not a whole of format 1$"):
+        formatted(Whole, fields, 1, "a whole of format 1")

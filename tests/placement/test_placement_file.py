@@ -81,33 +81,17 @@ def edited(path: str, value: Any) -> str:
         ("version", 2, "not a placement of version 1; quire plan placement makes one"),
         ("extra", 1, "unknown field 'extra'"),
         ("instances", [], "instances is empty"),
-        ("instances", {}, "instances: Expected `array`, got `object`"),
-        ("instances/0", 3, "instances[0]: Expected `object`, got `int`"),
         ("instances/0/role", "both", "instances[0]: role is 'both'; it must be prefill, decode, mixed"),
         ("instances/0/count", 0, "instances[0]: count is 0; it must be at least 1"),
-        ("instances/0/count", 1.5, "instances[0].count: Expected `int`, got `float`"),
-        ("instances/0/tp", True, "instances[0].tp: Expected `int`, got `bool`"),
         ("instances/0/count", ..., "instances[0].count is missing"),
-        ("instances/0/cores", 1, "unknown field 'instances[0].cores'"),
         ("instances/0/options", {"cache.memry": "1GiB"}, "did you mean cache.memory?"),
         ("instances/0/options", {"cache.memory": "x"}, "cache.memory is 'x'; it must be a size"),
-        (
-            "instances/0/options",
-            {"cache.memory": [1]},
-            "instances[0].options.cache.memory: Expected `bool | int",
-        ),
         ("instances/1/role", "prefill", "instances have the role prefill alone"),
         ("instances/0/role", "decode", "instances have the role decode alone"),
-        ("predicted/rate", ..., "predicted.rate is missing"),
         ("predicted/rate", 0, "predicted: rate is 0.0; it must be a number above 0"),
         ("predicted/attainment", 1.5, "predicted: attainment is 1.5; it must be a share"),
-        ("predicted/unit", 3, "predicted.unit: Expected `str`, got `int`"),
         ("slo/ttft", -1, "slo.ttft is -1; it must be a number of at least 0"),
         ("slo/ttfb", 1, "unknown field 'slo.ttfb'; the fields are ttft, tpot, attainment"),
-        ("slo/ttft", "fast", "slo.ttft: Expected `int | float`, got `str`"),
-        ("workload", 3, "workload: Expected `object`, got `int`"),
-        ("made", None, "made: Expected `object`, got `null`"),
-        ("predicted/rate", float("inf"), "Infinity is no number"),
     ],
 )
 def test_a_bad_placement_file_is_refused_with_the_field(path: str, value: Any, message: str, tmp_path: Path) -> None:
@@ -119,11 +103,6 @@ def test_a_bad_placement_file_is_refused_with_the_field(path: str, value: Any, m
 
 
 def test_a_placement_file_that_cannot_be_read_or_written_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a file that can be read"):
-        read_placement(tmp_path / "none.json")
-    (tmp_path / "text.json").write_text("{")
-    with pytest.raises(ConfigError, match="not a file that can be read"):
-        read_placement(tmp_path / "text.json")
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ConfigError, match="not a placement of version 1"):
         read_placement(tmp_path / "list.json")

@@ -111,12 +111,9 @@ def test_a_file_holds_all_of_a_model(tmp_path: Path) -> None:
         ({"coefficients": {"base": -1.0}}, "coefficients.base is -1.0; it must be a number of at least 0"),
         ({"coefficients": {"bass": 1.0}}, "coefficients.bass is no term; the terms are base, "),
         ({"coefficients": {"base": 0.0}}, "coefficients are all 0"),
-        ({"coefficients": {"base": "fast"}}, "coefficients.base: Expected `float`, got `str`"),
         ({"knots": [4, 2]}, "knots are [4, 2]; they must increase"),
-        ({"ranges": {"rows": [3.0]}}, "ranges.rows: Expected `array` of length 2, got 1"),
         ({"ranges": {"rows": [3.0, 2.0]}}, "ranges.rows is [3.0, 2.0]"),
         ({"links": {"disk": {"latency": 0.1, "bytes_per_second": 0.0}}}, "links.disk: bytes_per_second is 0.0"),
-        ({"colour": "red"}, "unknown field 'colour'"),
     ],
 )
 def test_a_bad_file_is_told_in_one_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -128,12 +125,7 @@ def test_a_bad_file_is_told_in_one_line(change: dict[str, Any], message: str, tm
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_what_is_no_json_and_what_is_not_there_is_told(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("{")
-    with pytest.raises(ConfigError, match="not a file that can be read"):
-        LatencyModel.read(tmp_path / "text")
-    with pytest.raises(ConfigError, match="No such file"):
-        LatencyModel.read(tmp_path / "none")
+def test_a_model_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot write"):
         TRUE.write(tmp_path / "no" / "folder")
 

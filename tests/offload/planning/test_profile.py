@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,22 +102,9 @@ def test_a_profile_of_an_older_version_has_a_field_that_does_not_count(tmp_path:
 
 BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("format",), 2, "not a profile of format 1"),
-    (("made",), 3, "made: Expected `str`, got `int`"),
-    (("extra",), 3, "unknown field 'extra'"),
-    (("conditions",), [], "conditions: Expected `object`, got `array`"),
-    (("conditions", "extra"), 1, "unknown field 'conditions.extra'"),
-    (("conditions", "threads"), 1.5, "conditions.threads: Expected `int`, got `float`"),
-    (("conditions", "disk_bandwidth"), "fast", "conditions.disk_bandwidth: Expected `float | null`, got `str`"),
-    (("conditions", "shape"), 3, "conditions.shape: Expected `object`, got `int`"),
-    (("conditions", "shape", "hidden_size"), True, "conditions.shape.hidden_size: Expected `int | str`, got `bool`"),
-    (("disk", "is_direct"), 1, "disk.is_direct: Expected `bool`, got `int`"),
     (("disk", "reads"), {}, "disk.reads: Expected `array`, got `object`"),
     (("disk", "reads", 0, "rate", "bandwidth"), -1.0, "disk.reads[0].rate: bandwidth is -1.0; it must be"),
-    (("disk", "streamed", "bandwidth"), math.inf, "Infinity is no number"),
     (("disk", "request_seconds"), -1, "disk: request_seconds is -1"),
-    (("copy", "bandwidth"), True, "copy.bandwidth: Expected `float`, got `bool`"),
-    (("copy", "bandwidth"), None, "copy.bandwidth: Expected `float`, got `null`"),
-    (("copy", "spread"), math.nan, "NaN is no number"),
     (("products", "counts"), [1, 8, 8], "products: counts are [1, 8, 8]"),
     (("products", "counts"), [0, 8, 64], "products: counts are [0, 8, 64]"),
     (("products", "counts"), [], "products: counts are []"),
@@ -126,16 +112,13 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("head", "seconds", 1), 0, "head: seconds is 0"),
     (("attention", "seconds"), [[1e-5, 1e-4]], "attention: seconds has 1 lines for 2 rows"),
     (("attention", "rows"), [8, 1], "attention: rows are [8, 1]"),
-    (("prompt", "seconds", 0), "x", "prompt.seconds[0]: Expected `float`, got `str`"),
     (("corrections", "disk"), 0, "corrections: disk is 0"),
     (("corrections", "exposed"), 1.5, "corrections: exposed is 1.5; it must be a share from 0 to 1"),
     (("corrections", "step_seconds"), -1, "corrections: step_seconds is -1"),
     (("runs", 0, "seconds"), 0, "runs[0]: seconds is 0"),
     (("runs", 0, "disk_share"), 2, "runs[0]: disk_share is 2"),
-    (("runs", 0, "sequences"), "4", "runs[0].sequences: Expected `int`, got `str`"),
     (("runs", 0, "host_share"), -1, "runs[0]: host_share is -1"),
     (("corrections", "bus"), 0, "corrections: bus is 0"),
-    (("device",), 3, "device: Expected `object | null`, got `int`"),
     (("device", "up", "bandwidth"), 0, "device.up: bandwidth is 0"),
     (("device", "far", "rows"), [8, 1], "device.far: rows are [8, 1]"),
 ]  # fmt: skip
@@ -155,25 +138,6 @@ def test_a_damaged_profile_is_refused_by_its_field(
     with pytest.raises(ConfigError) as caught:
         read_profile(file)
     assert message in str(caught.value) and str(file) in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["made", "conditions", "disk", "copy", "products", "prompt"])
-def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
-    fields = json.loads(profile_text(profile_with()))
-    del fields[name]
-    file = tmp_path / "machine.json"
-    file.write_text(json.dumps(fields))
-    with pytest.raises(ConfigError, match=f": {name} is missing"):
-        read_profile(file)
-
-
-@pytest.mark.parametrize("text", ["", "[", "3", None])
-def test_what_is_no_profile_is_refused(tmp_path: Path, text: str | None) -> None:
-    file = tmp_path / "machine.json"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(ConfigError, match="machine.json"):
-        read_profile(file)
 
 
 @pytest.mark.parametrize(
