@@ -14,7 +14,7 @@ import pytest
 
 from quire.placement.cluster_file import ClusterSpec, Network, Nodes
 from quire.placement.divisions import Division, Needs, Option, Pair, Role, divisions
-from quire.placement.packing import fit, mix
+from quire.placement.packing import fit
 from quire.placement.placement_file import Placement, Predicted
 from quire.placement.rejected import Reason
 from quire.planning.goodput import Goodput, Verdict
@@ -86,13 +86,6 @@ def test_the_toy_takes_three_replicas_of_tp_2() -> None:
     assert set(reasons(placement, Reason.MISSES)) == {str(each) for each in others} - set(TOY)
 
 
-@pytest.mark.parametrize("rate", [2.0, 100.0])
-def test_goodput_counts_per_gpu_and_not_per_instance(rate: float) -> None:
-    known = {"mixed tp 1 pp 1": 2.6, "mixed tp 2 pp 1": 5.0}
-    placement = place(PlacementTask(gpus(100, 2), SMALL, rates(known), rate=rate), "mixed")
-    assert counts(placement) == [("mixed", -(-rate // 2.6), 1, 1)] and placement.predicted.rate_per_unit == 2.6
-
-
 MOTIVATION = {"prefill tp 1 pp 1": 5.6, "decode tp 1 pp 1": 10.0, "mixed tp 1 pp 1": 1.6}
 """OPT-13B on an A100 (DistServe, Figure 1)."""
 
@@ -110,33 +103,6 @@ def test_two_gpus_for_prompts_and_one_that_decodes_serve_twice_what_three_mixed_
     mixed = place(search, "mixed")
     assert mixed.predicted.rate_per_unit == pytest.approx(1.6)
     assert apart.predicted.rate_per_unit / mixed.predicted.rate_per_unit == pytest.approx(2.1, abs=0.02)
-
-
-def test_a_whole_cluster_balances_replicas() -> None:
-    search = PlacementTask(gpus(1, 6), dataclasses.replace(SMALL, num_layers=1), rates(MOTIVATION))
-    placement = place(search, "apart")
-    assert counts(placement) == [("prefill", 4, 1, 1), ("decode", 2, 1, 1)] and placement.predicted.rate == 20.0
-    assert mix(gpus(1, 6), *_ones(5.6, 10.0)) == (20.0, 4, 2)
-    assert mix(gpus(1, 5), *_ones(5.6, 10.0)) == (pytest.approx(16.8), 3, 2)
-    assert mix(gpus(1, 4), *_ones(5.6, 10.0)) == (11.2, 2, 2)
-    assert mix(gpus(1, 4), *_ones(5.0, 10.0)) == (10.0, 2, 1), "a second instance that decodes would be idle"
-    assert mix(gpus(1, 2), *_ones(5.6, 10.0)) == (5.6, 1, 1)
-    assert mix(gpus(1, 1), *_ones(5.6, 10.0)) == (0.0, 0, 0)
-
-
-def _ones(prefill: float, decode: float) -> tuple[Division, float, Division, float]:
-    return Division(Role.PREFILL), prefill, Division(Role.DECODE), decode
-
-
-# Candidates and their memory.
-
-
-def test_what_does_not_fit_is_not_tried() -> None:
-    needs = Needs(num_layers=2, weight_bytes=132 * GB, request_bytes=4.5 * GIB)
-    known = {"mixed tp 2 pp 1": 3.0, "mixed tp 1 pp 1": 50.0}
-    placement = place(PlacementTask(gpus(1, 2), needs, rates(known)), "mixed")
-    assert counts(placement) == [("mixed", 1, 2, 1)]
-    assert list(reasons(placement, Reason.UNFIT)) == ["mixed tp 1 pp 1"]
 
 
 # The exhaustive search. It shares no code with the algorithms.
@@ -603,9 +569,3 @@ def test_the_caller_s_settings_are_part_of_the_instances() -> None:
         "mixed",
     )  # fmt: skip
     assert placement.instances[0].options == {"scheduler.token_budget": 512}
-
-
-# The cluster file.
-
-
-# The placement file.

@@ -35,26 +35,17 @@ from tests.offload.planning.test_profile import (
     with_device,
 )
 from tests.offload.planning.test_profile import cache_folder as cache_folder
+from tests.offload.planning.test_program import grid_best
 from tests.tiny_models import save_tiny, tiny_shape
 
 WORK = BlockWorkload(64, 16)
 
 
-def grid_best(made: Profile, work: BlockWorkload, room: tuple[float, ...], grid: Any) -> float:
-    """Tokens per second of the best placement of a grid, rows as of CostModel.vector, that fits; of six block sizes."""
-    best = 0.0
-    for micro, count in itertools.product((1, 4, 8), (1, 2)):
-        model = model_of(made, SIZES, work, room, micro, count, budget=BUDGET)
-        fits = np.ones(len(grid), bool)
-        for rows, limit in zip(model.memory().values(), room, strict=True):
-            fits &= np.all([grid @ row <= limit for row in rows], axis=0)
-        prefill, decode = (
-            np.max([grid @ bound for bound in bounds.values()], axis=0)
-            for bounds in (model.prefill_bounds(), model.decode_bounds())
-        )
-        rates = micro * count * 16 / (10 * (prefill + 15 * decode))
-        best = max(best, *rates[fits], 0.0)
-    return best
+def rate_of_grid(made: Profile, work: BlockWorkload, room: tuple[float, ...], step: float) -> float:
+    """Tokens per second of the best placement of a grid that fits; of six block sizes."""
+    sizes = itertools.product((1, 4, 8), (1, 2))
+    models = [model_of(made, SIZES, work, room, *size, budget=BUDGET) for size in sizes]
+    return max(model.block * work.output_tokens / grid_best(model, step) for model in models)
 
 
 @pytest.mark.parametrize(
@@ -170,14 +161,7 @@ def test_no_placement_of_a_grid_beside_a_gpu_is_faster_than_the_plan(gpu: int, s
     made, work = with_device(slow), BlockWorkload(448, 16)
     room = gpu * float(MIB), 1000.0 * MIB, 1000.0 * MIB
     found = plan(made, SIZES, work, room, budget=BUDGET, micro_batches=[1, 4, 8], num_batches=[1, 2])
-    shares = [each / 5 for each in range(6)]
-    splits = [(a, b, 1 - a - b) for a in shares for b in shares if a + b <= 1 + 1e-9]
-    pairs = [(a, 1 - a, 0) for a in shares]
-    grid = np.array([
-        [*w, *c, *h, attended, 1]
-        for w in splits for c in pairs for h in pairs for attended in {0.0, c[1]}
-    ])  # fmt: skip
-    best_rate, policy = grid_best(made, work, room, grid), found.policy
+    best_rate, policy = rate_of_grid(made, work, room, 0.2), found.policy
     # A plan counts more memory than the program.
     assert best_rate > 0 and found.prediction.throughput >= best_rate * 0.99
     assert policy.cache.shares[2] == policy.hidden.shares[2] == 0, "beside a GPU only weights are on the disk"
@@ -266,11 +250,7 @@ def test_no_placement_of_a_grid_is_faster_than_the_plan(memory: int, exposed: fl
     made = profile_with(corrections=Corrections(exposed=exposed, step_seconds=0.001))
     room = memory * float(MIB), 1000.0 * MIB
     found = plan(made, SIZES, WORK, room, budget=BUDGET, micro_batches=[1, 4, 8], num_batches=[1, 2])
-    shares = [each / 10 for each in range(11)]
-    grid = np.array(
-        [[1 - w, w, 1 - c, c, 1 - h, h, 0, 1] for w, c, h in itertools.product(shares, repeat=3)]
-    )  # as CostModel.vector
-    best = grid_best(made, WORK, room, grid)
+    best = rate_of_grid(made, WORK, room, 0.1)
     assert best > 0
     assert found.prediction.throughput >= best * (1 - 1e-6)
     assert found.prediction.memory["cpu"] <= room[0] * (1 + 1e-6)

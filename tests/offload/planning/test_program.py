@@ -42,7 +42,7 @@ from quire.offload.planning.program import (
 from quire.offload.policy import OffloadPolicy
 from quire.offload.units import TIERS, Share, Split, percent
 from tests.effort import full_only, tries
-from tests.opt_paper import OPT_30B, OPT_175B, cost_model, percents
+from tests.opt_paper import OPT_30B, OPT_175B, Opt, cost_model, percents
 
 WORK = BlockWorkload(prompt_tokens=512, output_tokens=32)
 ROOM = (16 * GIB, 200 * GIB, 1500 * GIB)
@@ -65,7 +65,7 @@ def test_the_program_finds_the_golden_placement(
     assert policy is not None
     assert policy.weights.shares[0] == pytest.approx(weights, rel=1e-2)
     assert policy.cache.shares == pytest.approx((0, 1, 0), abs=1e-6)
-    assert policy.attended == pytest.approx(1)
+    assert policy.attended == pytest.approx(1) and lacks_of(model) == {}
     assert predict(model, policy).throughput == pytest.approx(throughput, rel=1e-3)
 
 
@@ -86,26 +86,21 @@ def test_opt_175b_becomes_feasible_with_4_bits() -> None:
     assert predict(packed, policy).throughput == pytest.approx(0.941, rel=1e-2)
 
 
-def test_without_a_placement_the_lack_is_named_and_filling_it_helps() -> None:
-    model = cost_model(OPT_175B, WORK, 32, 8, ROOM, REPOSITORY)
-    lack = lacks_of(model)
-    assert list(lack) == ["gpu"] and lack_text(lack).startswith("gpu lacks ")
-    more = ROOM[0] + lack["gpu"]
-    machine = dataclasses.replace(model.machine, capacities=(more * (1 + 1e-6), *ROOM[1:]))
-    assert best_placement(dataclasses.replace(model, machine=machine)) is not None
-    machine = dataclasses.replace(model.machine, capacities=(more * (1 - 1e-4), *ROOM[1:]))
-    assert best_placement(dataclasses.replace(model, machine=machine)) is None
-
-
-def test_the_cheapest_tier_that_helps_is_named_and_filling_it_helps() -> None:
-    room = (16 * GIB, 40 * GIB, 1 * GIB)
-    model = cost_model(OPT_30B, WORK, 4, 1, room, REPOSITORY)
-    (tier, size), *others = lacks_of(model).items()
-    assert (tier, others) == ("disk", [])
-    for factor, helps in ((1 + 1e-6, True), (1 - 1e-3, False)):
-        machine = dataclasses.replace(model.machine, capacities=(*room[:2], room[2] + size * factor))
+@pytest.mark.parametrize(
+    ("opt", "block", "room", "lacking"),
+    [(OPT_175B, (32, 8), ROOM, "gpu"), (OPT_30B, (4, 1), (16 * GIB, 40 * GIB, 1 * GIB), "disk")],
+)
+def test_the_cheapest_tier_that_helps_is_named_and_filling_it_helps(
+    opt: Opt, block: tuple[int, int], room: tuple[float, ...], lacking: str
+) -> None:
+    model = cost_model(opt, WORK, *block, room, REPOSITORY)
+    lack, place = lacks_of(model), TIERS.index(lacking)
+    assert list(lack) == [lacking] and lack_text(lack).startswith(f"{lacking} lacks ")
+    for factor, helps in ((1 + 1e-6, True), (1 - 1e-4, False)):
+        capacities = [*room]
+        capacities[place] = (room[place] + lack[lacking]) * factor
+        machine = dataclasses.replace(model.machine, capacities=tuple(capacities))
         assert (best_placement(dataclasses.replace(model, machine=machine)) is not None) is helps
-    assert lacks_of(cost_model(OPT_30B, WORK, 48, 3, ROOM, REPOSITORY)) == {}
 
 
 def test_gpu_bytes_go_to_weights_before_the_cache_where_the_closed_form_says_so() -> None:
@@ -162,46 +157,31 @@ def grid_best(model: CostModel, step: float) -> float:
 
     Attention of what is beyond the first tier is computed on the second, or nothing of it.
     """
-    count = round(1 / step)
-    points = np.array([(a, b, count - a - b) for a in range(count + 1) for b in range(count + 1 - a)]) * step
+    tiers, count, options = model.num_tiers, round(1 / step), model.options
+    points = np.array([each for each in itertools.product(range(count + 1), repeat=tiers) if sum(each) == count]) * step
     cached, hidden = (
-        points[np.all(points[:, most:] == 0, axis=1)]
-        for most in (model.options.cache_tiers, model.options.hidden_tiers)
+        points[np.all(points[:, most:] == 0, axis=1)] for most in (options.cache_tiers, options.hidden_tiers)
     )
-    spans = {kind: slice(3 * kind, 3 * kind + 3) for kind in Kind}
-    steps = model.workload.output_tokens - 1
+    phases = [[*bounds.values()] for bounds in (model.prefill_bounds(), model.decode_bounds())]
+    needs = [
+        (row, capacity * options.slack * (1 + 1e-12))
+        for rows, capacity in zip(model.memory().values(), model.machine.capacities, strict=True)
+        for row in rows
+    ]
+
+    def value(expression: np.ndarray, weights: np.ndarray, far: float) -> np.ndarray:
+        """f64 [cached, hidden]"""
+        of_weights, of_cache, of_hidden = (expression[tiers * kind : tiers * (kind + 1)] for kind in Kind)
+        of_cached = cached @ of_cache + far * expression[-2] * (1 - cached[:, 0])
+        return weights @ of_weights + expression[-1] + of_cached[:, None] + hidden @ of_hidden
+
     least = np.inf
-    for far in (0.0, 1.0):
-
-        def sums(expression: np.ndarray, far: float = far) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            cache = cached @ expression[spans[Kind.CACHE]] + far * expression[-2] * (1 - cached[:, 0])
-            return (
-                points @ expression[spans[Kind.WEIGHTS]] + expression[-1],
-                cache,
-                hidden @ expression[spans[Kind.HIDDEN]],
-            )
-
-        stages = [
-            [sums(bound) for bound in bounds.values()] for bounds in (model.prefill_bounds(), model.decode_bounds())
-        ]
-        needs = [
-            (sums(row), capacity * model.options.slack)
-            for rows, capacity in zip(model.memory().values(), model.machine.capacities, strict=True)
-            for row in rows
-        ]
-        for index in range(len(points)):  # of the weights; the other two kinds are arrays
-
-            def value(parts: tuple[np.ndarray, np.ndarray, np.ndarray], index: int = index) -> np.ndarray:
-                return parts[0][index] + parts[1][:, None] + parts[2][None, :]
-
-            fits = np.ones((len(cached), len(hidden)), bool)
-            for parts, limit in needs:
-                fits &= value(parts) <= limit * (1 + 1e-12)
-            if not fits.any():
-                continue
-            prefill, decode = (np.max([value(parts) for parts in phase], axis=0) for phase in stages)
-            least = min(least, float((prefill + steps * decode)[fits].min()))
-    return float(least * model.sizes.num_layers)
+    for place in itertools.product(points, (0.0, 1.0) if tiers == 3 else (0.0,)):
+        fits = np.all([value(row, *place) <= limit for row, limit in needs], axis=0)
+        prefill, decode = (np.max([value(bound, *place) for bound in bounds], axis=0) for bounds in phases)
+        seconds = prefill + (model.workload.output_tokens - 1) * decode
+        least = float(seconds[fits].min(initial=least))
+    return least * model.sizes.num_layers
 
 
 def check_against_grid(seed: int, step: float) -> bool:
@@ -229,15 +209,6 @@ def test_the_program_is_at_least_as_good_as_every_point_of_a_grid() -> None:
 def test_the_program_is_at_least_as_good_as_every_point_of_a_fine_grid() -> None:
     fits = [check_against_grid(seed, 0.05) for seed in range(10)]
     assert any(fits)
-
-
-def test_attention_on_the_second_tier_is_chosen_where_it_is_faster() -> None:
-    model = cost_model(OPT_30B, WORK, 48, 3, ROOM)
-    for factor, chosen in ((1.0, True), (0.01, False)):
-        rates = dataclasses.replace(model.machine.decode, far_flops=model.machine.decode.far_flops * factor)
-        policy = best_placement(dataclasses.replace(model, machine=dataclasses.replace(model.machine, decode=rates)))
-        assert policy is not None
-        assert (policy.attended > 0.5) is chosen
 
 
 def test_throughput_has_several_maxima_and_the_search_finds_the_highest() -> None:
