@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from quire.config import ClusterConfig
-from quire.planning.attains import CLEARLY, Attains, bound_of, ceiling_of, noted
-from quire.planning.bounds import RequestStats
+from quire.planning.attains import CLEARLY, Attains, ceiling_of, noted
 from quire.planning.goodput import Goodput
 from quire.simulation.load import Load
 from quire.simulation.run import SimulationRun
 from quire.simulation.setup import Setup
 from quire.workload.fitted import fit
-from quire.workload.slo import ANYTHING, Slo
+from quire.workload.slo import Slo
 from quire.workload.workload import Arrival, Span, Workload
 from tests.cli.test_simulate import fitted as fitted
 from tests.cli.test_simulate import folder as folder
@@ -87,11 +86,3 @@ def test_what_few_requests_clearly_miss_many_miss_too(local: Callable[..., Setup
                 missed += 1
                 assert many < slo.attainment, (number, part)
     assert missed
-
-
-def test_the_bound_of_a_rate_is_never_exceeded(local: Callable[..., Setup]) -> None:
-    workload, everything = made_workload(80), ANYTHING
-    setup = local()
-    bound = bound_of(setup.replicas[0]).mixed(RequestStats.of(workload), everything)
-    outcome = SimulationRun(setup, Load(workload, 80), 5 * bound).outcome()
-    assert 0.4 * bound < 80 / outcome.seconds <= bound

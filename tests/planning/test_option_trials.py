@@ -185,12 +185,6 @@ def test_answers_of_one_token_need_nobody_who_decodes(option: Option) -> None:
     assert made.goodput_of(Division(Role.MIXED)).rate > 0
 
 
-def test_every_instance_of_a_placement_gets_as_many_requests_as_alone() -> None:
-    made = planner(Slo(0.5, 0.05), 12)
-    placement = Placement((Instances("mixed", 7),), Predicted(7.0, 7.0, "GPU", 1.0, 0.9))
-    assert made.joint(placement, 7.0, 0).count == 7 * 12
-
-
 def test_a_pair_is_searched_with_the_links_that_its_stages_have_in_the_whole() -> None:
     """Two stages of a pair take two machines with two GPUs each, where one stage of an instance would take one."""
     made = planner(Slo(), between=200_000_000)

@@ -21,8 +21,3 @@ def test_the_same_seed_gives_the_same_result_and_another_one_does_not(
     one, same, other = (SimulationRun(setup, fitted, 12.0, seed).outcome() for seed in (3, 3, 4))
     assert np.array_equal(one.last, same.last) and one.used == same.used
     assert not np.array_equal(one.last, other.last)
-
-
-def test_the_same_requests_arrive_at_another_rate(local: Callable[..., Setup], fitted: Load) -> None:
-    slow, fast = (SimulationRun(local(), fitted, rate, 1).outcome() for rate in (2.0, 8.0))
-    assert np.array_equal(slow.num_in, fast.num_in) and np.allclose(slow.arrived, 4 * fast.arrived)
