@@ -18,13 +18,13 @@ from quire.simulation.run import SimulationRun
 from quire.simulation.setup import Setup
 from quire.workload.fitted import fit
 from quire.workload.slo import Slo
-from quire.workload.workload import Arrival, Span, Workload
 from tests.cli.test_simulate import fitted as fitted
 from tests.cli.test_simulate import folder as folder
 from tests.cli.test_simulate import local as local
 from tests.cli.test_simulate import made_workload
 from tests.effort import tries
 from tests.simulation.test_outcome import outcome
+from tests.workloads import equal_conversations
 
 
 def test_what_few_requests_clearly_miss_is_not_simulated_with_more() -> None:
@@ -58,11 +58,7 @@ def test_few_requests_for_a_loose_target_are_a_doubt() -> None:
     assert "up to 43% of this rate" in told and "--requests" in told
     assert not noted(Goodput(10.0, 0.95), load, Slo(0.2, attainment=0.9)).doubts
     assert not noted(Goodput(10.0, 0.95), load, Slo(tpot=0.1, attainment=0.9)).doubts
-    turns = [
-        Arrival(float(index), (Span(index, 9),), 2, index - 1 if index % 2 else -1, 1e4 * (index % 2))
-        for index in range(20)
-    ]
-    days = Workload("days", turns)
+    days = equal_conversations(20, turns=2, gap=2.0, pause=1e4, num_in=9, num_out=2)
     (told,) = noted(Goodput(1.0, 0.95), Load(days, 20, fit(days)), Slo(0.2)).doubts
     assert "conversations pause so long" in told
 

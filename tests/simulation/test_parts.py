@@ -18,16 +18,13 @@ from quire.workload.workload import Arrival, Span, Workload
 from tests.cli.test_simulate import folder as folder
 from tests.cli.test_simulate import local as local
 from tests.cli.test_simulate import made_workload
+from tests.workloads import equal_conversations
 
 
 @pytest.mark.parametrize("rate", [1.0, 4.0])
 def test_conversations_arrive_at_the_rate_that_is_asked_for(rate: float, local: Callable[..., Setup]) -> None:
     """Of five turns with pauses of 3 s, in an engine, in a cluster, and in each phase by itself."""
-    turns = [
-        Arrival(2.0 * (index // 5), (Span(index, 20),), 4, index - 1 if index % 5 else -1, 3.0 * (index % 5 > 0))
-        for index in range(200)
-    ]
-    workload = Workload("chat", turns)
+    workload = equal_conversations(200, turns=5, gap=2.0, pause=3.0, num_in=20, num_out=4)
     load, setup = Load(workload, 60, fit(workload)), local()
     apart = local(ClusterConfig(prefill=1, decode=1))
     phases = [dataclasses.replace(apart, replicas=(each,)) for each in apart.replicas]

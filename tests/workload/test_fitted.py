@@ -17,6 +17,7 @@ from quire.workload.fitted import fit
 from quire.workload.traces import read_workload
 from quire.workload.workload import Arrival, Arrivals, Floats, Ints, Span, Workload
 from tests.effort import full_only
+from tests.workloads import equal_conversations, trace
 
 
 def plain(sizes: Ints, outs: Ints, times: Floats) -> Workload:
@@ -227,11 +228,7 @@ def test_a_rate_counts_the_requests_of_conversations() -> None:
 @pytest.mark.parametrize("rate", [0.5, 12.0])
 def test_requests_that_count_arrive_at_the_rate_although_conversations_pause(rate: float) -> None:
     """Without an answer's time, as many arrive as the rate says, from the first second that counts on."""
-    turns = [
-        Arrival(10.0 * (index // 5), (Span(index, 30),), 5, index - 1 if index % 5 else -1, 30.0 * (index % 5 > 0))
-        for index in range(400)
-    ]
-    fitted = replace(fit(Workload("chat", turns)), cv=0.2)
+    fitted = replace(fit(equal_conversations(400, turns=5, gap=10.0, pause=30.0)), cv=0.2)
     drawn = fitted.steady(300, 0, rate)
     begin, end = drawn.counted
     assert end - begin == pytest.approx(300 / rate) and begin == 120.0 and fitted.settles(300, rate)
@@ -249,11 +246,7 @@ def test_requests_that_count_arrive_at_the_rate_although_conversations_pause(rat
 
 
 def test_pauses_that_are_too_long_to_wait_for_are_told() -> None:
-    turns = [
-        Arrival(float(index), (Span(index, 30),), 5, index - 1 if index % 2 else -1, 1e5 * (index % 2))
-        for index in range(100)
-    ]
-    fitted = fit(Workload("days", turns))
+    fitted = fit(equal_conversations(100, turns=2, gap=2.0, pause=1e5))
     assert not fitted.settles(300, 1.0) and len(fitted.steady(300, 0, 1.0).arrivals) <= 8 * 300
 
 
@@ -344,13 +337,6 @@ def test_what_cannot_be_fitted_or_drawn_is_refused() -> None:
     for rate in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ConfigError, match="a rate is"):
             fitted.sample(1, 0, rate=rate)
-
-
-def trace(data_dir: Path, name: str) -> Path:
-    path = data_dir / "traces" / name
-    if not path.is_file():
-        pytest.skip(f"no trace at {path}")
-    return path
 
 
 @pytest.mark.data

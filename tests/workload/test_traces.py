@@ -11,6 +11,7 @@ from quire.errors import ConfigError
 from quire.workload.traces import read_trace, read_workload
 from quire.workload.workload import Arrival, Span, Workload
 from tests.workload.test_workload import TALK, plain
+from tests.workloads import trace
 
 GOOD = '{"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}\n'
 
@@ -183,13 +184,6 @@ def test_files_that_cannot_be_read_or_written_are_one_line(tmp_path: Path) -> No
             read_workload(path)
     with pytest.raises(ConfigError, match="cannot write the workload"):
         plain((0, 1, 1)).write(tmp_path)
-
-
-def trace(data_dir: Path, name: str) -> Path:
-    path = data_dir / "traces" / name
-    if not path.is_file():
-        pytest.skip(f"no trace at {path}")
-    return path
 
 
 @pytest.mark.data
