@@ -211,14 +211,12 @@ def test_retrieval_runs_on_a_model_and_names_the_retention(
         (["ppl"], "quire eval ppl needs --text FILE"),
         (["ppl", "--text", "/nowhere"], "cannot read the text /nowhere"),
         (["ppl", "--text", "TEXT", "--depths", "0"], "--depths is for quire eval retrieval, not for ppl"),
-        (["retrieval", "--context", "64"], "--context is for quire eval ppl, not for retrieval"),
         (["retrieval", "--no-kl"], "--no-kl is for quire eval ppl, not for retrieval"),
         (["ppl", "--codecs", "dense", "--cache.codec", "dense"], "give --codecs or --cache.codec, not both"),
         (["ppl", "--text", "TEXT", "--codecs", "dense,zip9"], "cache.codec is 'zip9'"),
         (["ppl", "--text", "TEXT", "--context", "1"], "a window of 1 tokens has no token to score"),
         (["ppl", "--text", "TEXT", "--context", "257", "--retain.budget", "0.5"], "no room for a prompt"),
         (["ppl", "--text", "TEXT", "--context", "60", "--continuation", "59"], "give a context of at least 61"),
-        (["retrieval", "--continuation", "5"], "--continuation is for quire eval ppl, not for retrieval"),
         (["ppl", "--text", "TEXT", "--context", "513"], "513 tokens exceed the model's context of 512"),
         (["ppl", "--text", "TEXT", "--tokens", "63", "--context", "64"], "has 63 tokens, fewer than a window of 64"),
         (["ppl", "--text", "TEXT", "--plot", "/nowhere/x.png"], "cannot write /nowhere/x.png"),
@@ -260,19 +258,7 @@ def test_settings_of_one_codec_are_checked_with_it(monkeypatch: pytest.MonkeyPat
     assert seen == ["other", "other", "other", "dense", "nuq3", "nuq2"]
 
 
-def test_progress_is_shown_on_a_terminal_only(
-    folder: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["eval", "ppl", folder, "--text", text, "--context", "64", "--windows", "2", "--json", *SMALL]
-    assert main(words) == 0
-    assert "windows" not in capsys.readouterr().err
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert main(words) == 0
-    shown = capsys.readouterr()
-    assert "2/2" in shown.err and len(shown.out.splitlines()) == 1
-
-
-def test_without_a_terminal_progress_is_a_line_now_and_then(
+def test_progress_is_a_bar_on_a_terminal_and_elsewhere_a_line_now_and_then(
     folder: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("quire.cli.shared.PLAIN_SECONDS", 0.0)
@@ -281,8 +267,10 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
     shown = capsys.readouterr()
     assert shown.err.splitlines() == [f"quire: {done}/2 windows done" for done in range(3)]
     assert shown.out.endswith("codecs differ only by rounding\n")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert main([*words, "--context", "66"]) == 0
-    assert "rounding" not in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "rounding" not in shown.out and "2/2" in shown.err and "windows done" not in shown.err
 
 
 def test_a_plot_without_matplotlib_is_refused_before_the_work(

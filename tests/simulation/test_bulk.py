@@ -194,20 +194,15 @@ def test_spans_may_have_any_id() -> None:
     equal_times(exact, BulkSimulation(large, plan_of(200), 1).run())
 
 
-def test_requests_of_the_same_time_share_a_step() -> None:
+def test_requests_of_the_same_time_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Member, "fullness", lambda member: len(member.sequences) / member.ready.batch)
     columns = load(0, 60, 4.0).columns
     ticks = Workload("ticks", dataclasses.replace(columns, at=np.floor(columns.at / 3) * 3))
     plan = plan_of(200)
     exact, skipping = both(ticks, plan)
     equal_times(exact, skipping)
     assert exact.used[0].num_steps == skipping.used[0].num_steps
-
-
-def test_equal_times_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Member, "fullness", lambda member: len(member.sequences) / member.ready.batch)
-    workload = Workload("ticks", [Arrival(0.5 * (n // 6), (Span(n, 90 + n % 6),), 8) for n in range(30)])
-    plan = plan_of(200)
-    equal_times(cluster_of(plan, 3, workload), BulkSimulation(workload, plan, 3).run())
+    equal_times(cluster_of(plan, 3, ticks), BulkSimulation(ticks, plan, 3).run())
 
 
 def test_a_router_knows_of_memory_that_is_free_again() -> None:

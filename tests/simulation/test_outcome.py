@@ -14,11 +14,11 @@ from quire.simulation.engine import make_engine
 from quire.simulation.outcome import Outcome, Used
 from quire.simulation.queueing import waits
 from quire.simulation.simulate import simulate
-from quire.timing.latency import LatencyModel, Origin, StepWork
+from quire.timing.latency import LatencyModel
 from quire.workload.slo import Slo
 from quire.workload.workload import Arrival, Span, Workload
 from tests.benchmark_scripts import benchmark
-from tests.simulation.test_bulk import plan_of
+from tests.simulation.test_bulk import Stages, plan_of
 
 queues = benchmark("queues")
 
@@ -93,25 +93,10 @@ def test_tokens_per_second_are_those_of_answers() -> None:
 
 
 def served(times: list[float], seconds: float, stages: int = 1) -> dict[str, np.ndarray]:
-    """TTFT of prompts that an instance computes one after the other, each in as many seconds."""
-
-    class Fixed:
-        origin = Origin.MODELLED
-
-        def seconds(self, work: StepWork) -> float:
-            return seconds
-
-        def occupancy(self, work: StepWork) -> float:
-            return seconds / stages
-
-        def quiet(self, work: StepWork, count: int) -> float:
-            return count * seconds
-
-        def covers(self, work: StepWork) -> bool:
-            return True
-
+    """TTFT of prompts that an instance of one or two stages computes one after the other, each in as many seconds."""
+    fixed = LatencyModel({}, {"base": seconds}, (1,), {}, {})
     plan = plan_of(30, **{"scheduler.max_running": 1})
-    plan = type(plan)(plan.shape, plan.config, plan.sizes, Fixed())  # type: ignore[arg-type]
+    plan = dataclasses.replace(plan, latency=fixed if stages == 1 else Stages(fixed))
     load = Workload("fixed", [Arrival(at, (Span(number, 100),), 1) for number, at in enumerate(times)])
     prompts = [[number % 200] * 100 for number in range(len(times))]
     exact = simulate(load, prompts, lambda events: Alone(events, partial(make_engine, plan)))
@@ -138,7 +123,7 @@ def test_an_instance_is_the_queue_of_the_formulas(stages: int) -> None:
 def test_steps_outside_of_the_measured_range_are_counted() -> None:
     plan = plan_of(30)
     known = LatencyModel({}, {"base": 0.01}, (1,), {}, {"decode_rows": (0.0, 4.0), "prompt_rows": (0.0, 50.0)})
-    plan = type(plan)(plan.shape, plan.config, plan.sizes, known)
+    plan = dataclasses.replace(plan, latency=known)
     load = Workload("long", [Arrival(0.0, (Span(0, 100),), 5)])
     for found in (
         simulate(load, [[7] * 100], lambda events: Alone(events, partial(make_engine, plan))),

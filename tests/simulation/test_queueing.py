@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
-from quire.errors import ConfigError
-from quire.simulation.queueing import mean_wait, waits
+from quire.simulation.queueing import waits
 
 D = 0.1
 """Seconds of a prompt alone."""
@@ -39,15 +36,3 @@ def test_waits_of_no_request_and_of_one() -> None:
 
 def test_requests_that_arrive_together_wait_for_each_other() -> None:
     assert waits(np.zeros(4), np.array([1.0, 2.0, 3.0, 4.0])).tolist() == [0, 1, 3, 6]
-
-
-def test_the_mean_wait_is_that_of_equation_1_of_the_paper() -> None:
-    for rate in (0.5, 3.0, 7.5, 9.9):
-        assert mean_wait(rate, D, D**2) == pytest.approx(rate * D**2 / (2 * (1 - rate * D)), rel=1e-14)
-    assert mean_wait(10, D, D**2) == math.inf and mean_wait(0, D, D**2) == 0
-
-
-@pytest.mark.parametrize(("rate", "mean", "complaint"), [(-1, D, "rate is -1"), (1, 0, "service is 0")])
-def test_what_no_queue_has_is_refused(rate: float, mean: float, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        mean_wait(rate, mean, D**2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -59,20 +58,6 @@ def test_seconds_are_the_sum_of_the_terms() -> None:
     assert TRUE.seconds(work) == pytest.approx(8e-3 + rows + terms, rel=1e-12)
     assert TRUE.occupancy(work) == TRUE.seconds(work)
     assert TRUE.origin is Origin.FITTED
-
-
-def test_more_rows_never_take_less_time() -> None:
-    seconds = [TRUE.seconds(StepWork(prompt_rows=rows, num_prompts=1)) for rows in range(1, 300)]
-    assert all(after >= before for before, after in itertools.pairwise(seconds))
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 63, 1000])
-def test_quiet_seconds_are_the_sum_over_the_steps(count: int) -> None:
-    first = StepWork(decode_rows=12, context=6000.0, unique=900.0)
-    steps = (
-        first._replace(context=first.context + 12 * step, unique=first.unique + 12 * step) for step in range(count)
-    )
-    assert TRUE.quiet(first, count) == pytest.approx(sum(map(TRUE.seconds, steps)), rel=1e-12)
 
 
 def test_a_link_that_moves_nothing_is_refused() -> None:

@@ -275,20 +275,6 @@ def test_one_seed_gives_the_same_requests_at_every_rate(workload: Workload) -> N
     assert replace(fast.columns, at=slow.columns.at) == slow.columns
     bursty = replace(fitted, cv=3.0).sample(500, 4, rate=0.5)
     assert bursty != slow and replace(bursty.columns, at=slow.columns.at) == slow.columns
-
-
-def test_burstiness_is_the_variation_of_the_gaps() -> None:
-    fitted = fit(lengths_that_correlate(300))
-    for burstiness in (0.0, 0.3, 1.0, 2.5):
-        drawn = replace(fitted, cv=burstiness).sample(20_000, 0, rate=3.0)
-        assert drawn.cv == pytest.approx(burstiness, rel=0.05, abs=1e-9)
-        assert drawn.rate == pytest.approx(3.0, rel=0.05)
-    assert np.diff(replace(fitted, cv=0.0).sample(50, 0, rate=4.0).times) == pytest.approx(np.full(49, 0.25))
-
-
-@pytest.mark.parametrize("workload", [lengths_that_correlate(40), documents(300), conversations()])
-def test_any_number_of_requests_can_be_drawn(workload: Workload) -> None:
-    fitted = fit(workload)
     for count in (1, 2, 39, len(workload.arrivals), 1000):
         assert len(fitted.sample(count, count).arrivals) == count
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -167,10 +165,3 @@ def test_ids_that_four_tokens_cannot_tell_apart_are_refused() -> None:
     assert len(set(map(tuple, tokens(every, range(3), 0)))) == 81
     with pytest.raises(ConfigError, match="4 of 3 tokens cannot tell span 81 apart"):
         tokens(Workload("w", (Arrival(0.0, (Span(81, 4),), 1),)), range(3), 0)
-
-
-def test_lines_are_json_that_others_can_read(tmp_path: Path) -> None:
-    Workload("talk", TALK).write(tmp_path / "file")
-    lines = [json.loads(line) for line in (tmp_path / "file").read_text().splitlines()]
-    assert lines[0] == {"workload": "talk"}
-    assert lines[2] == {"at": 0.0, "prompt": [[8, 25]], "num_out": 64, "after": 0, "pause": 4.0}

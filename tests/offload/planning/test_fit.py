@@ -16,46 +16,29 @@ from quire.offload.units import Share
 from tests.offload.planning.test_profile import BUDGET, MIB, SIZES, on_disk, profile_with, with_device
 
 
-def test_the_fit_recovers_known_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = profile_with()
-    truth = Corrections(1.3, 0.8, 1.6, 0.3, 0.004, 0.0005)  # and the bus, which no run without a GPU shows
-
-    def seconds_of(run: ProfiledRun, corrections: Corrections) -> float:
-        work = BlockWorkload(run.prompt_tokens, run.output_tokens)
-        chosen = dataclasses.replace(made, corrections=corrections)
-        return predict(chosen, SIZES, work, on_disk(run.disk_share, run.sequences), budget=run.budget).seconds
-
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_the_fit_recovers_known_corrections(monkeypatch: pytest.MonkeyPatch, has_gpu: bool) -> None:
+    """No run without a GPU shows the correction of the bus. With one, copies are slower than products."""
+    made, layer_bytes, places = profile_with(), SIZES.layer_bytes, [(0.0, 0.0), (0.1, 0.0), (0.5, 0.0), (1.0, 0.0)]
+    if has_gpu:
+        made, layer_bytes = with_device(), 20.0 * MIB
+        places = [(0.0, 0.0), (0.0, 0.5), (0.0, 1.0), (0.2, 0.8), (1.0, 0.0)]
+    sizes = dataclasses.replace(SIZES, layer_bytes=layer_bytes, decode=(1.0,))
+    truth = Corrections(1.3, 0.8, 1.6, 0.3, 0.004, 0.0005, bus=2.5)
     shapes = [(1, 32, 8), (4, 320, 2), (8, 96, 6), (32, 32, 6)]
-    blank = [ProfiledRun(Share(share), *shape, BUDGET, 1.0) for share in (0.0, 0.1, 0.5, 1.0) for shape in shapes]
-    runs = [dataclasses.replace(run, seconds=seconds_of(run, truth)) for run in blank]
-    found = fit(runs, seconds_of)
-    assert [seconds_of(run, found) / run.seconds for run in runs] == pytest.approx([1] * len(runs), rel=0.05)
-    monkeypatch.setattr(sys.modules[fit.__module__], "PULL", 1e-4)
-    found = fit(runs, seconds_of)
-    for name in ("disk", "prefill", "decode", "exposed", "step_seconds", "sequence_seconds"):
-        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.02), found
-
-
-def test_the_fit_recovers_the_corrections_of_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, truth = with_device(), Corrections(1.3, 0.8, 1.6, 0.3, 0.004, 0.0005, bus=2.5)
-    # So that copies are slower than products.
-    sizes = dataclasses.replace(SIZES, layer_bytes=20.0 * MIB, decode=(1.0,))
-    shapes = [(1, 32, 8), (4, 320, 2), (8, 96, 6), (32, 32, 6)]
-    places = [(0.0, 0.0), (0.0, 0.5), (0.0, 1.0), (0.2, 0.8), (1.0, 0.0)]
     blank = [
         ProfiledRun(Share(disk), *shape, BUDGET, 1.0, host_share=Share(host))
         for disk, host in places
         for shape in shapes
     ]
-
-    def seconds_of(run: ProfiledRun, corrections: Corrections) -> float:
-        return predict_run(dataclasses.replace(made, corrections=corrections), sizes, run).seconds
-
+    known = dataclasses.replace(made, corrections=truth)
+    runs = [dataclasses.replace(run, seconds=predict_run(known, sizes, run).seconds) for run in blank]
+    found = fitted(made, sizes, runs)
+    assert [run.predicted / run.seconds for run in found.runs] == pytest.approx([1] * len(runs), rel=0.05)
     monkeypatch.setattr(sys.modules[fit.__module__], "PULL", 1e-4)
-    runs = [dataclasses.replace(run, seconds=seconds_of(run, truth)) for run in blank]
-    found = fitted(made, sizes, runs).corrections
-    for name in ("disk", "prefill", "decode", "exposed", "step_seconds", "sequence_seconds", "bus"):
-        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.02), found
+    corrections = fitted(made, sizes, runs).corrections
+    for name in ("disk", "prefill", "decode", "exposed", "step_seconds", "sequence_seconds", *["bus"] * has_gpu):
+        assert getattr(corrections, name) == pytest.approx(getattr(truth, name), rel=0.02), corrections
 
 
 def test_one_run_leaves_what_it_does_not_show() -> None:

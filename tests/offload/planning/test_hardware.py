@@ -67,33 +67,25 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("codec", ["dense", "g4"])
 def test_attention_is_timed_on_the_engine_s_pages(tmp_path: Path, codec: str, short: None) -> None:
+    """And on the host, where the engine's own memory has a device's place, with what crosses."""
     model = save_tiny(tmp_path / "model", head_dim=64, max_position_embeddings=600)
     options = {"cache.memory": "64MiB", "cache.codec": codec, "cache.check": False}
     with LLM(str(model), options) as llm:
         free = llm.stats()["cache"]["bytes_free"]
         attention: Any = llm.engine.runner.attention
-        timer = hardware.AttentionTimer(attention.clone(), attention.spec, 600)
+        spec = attention.spec
+        timer = hardware.AttentionTimer(attention.clone(), spec, 600)
         assert timer.decode(3, 200) > 0 and timer.prompt(130) > 0
         assert timer.decoding(1).contexts == (32, 480) and timer.prompts(1).counts == (32, 112, 480)
         assert llm.stats()["cache"]["bytes_free"] == free
         llm.engine.scheduler.manager.check()
-
-
-@pytest.mark.parametrize("codec", ["dense", "g4"])
-def test_attention_on_the_host_is_timed_with_what_crosses(tmp_path: Path, codec: str, short: None) -> None:
-    """The engine's own memory has a device's place."""
-    model = save_tiny(tmp_path / "model", head_dim=64, max_position_embeddings=600)
-    options = {"cache.memory": "64MiB", "cache.codec": codec, "cache.check": False}
-    with LLM(str(model), options) as llm:
-        attention: Any = llm.engine.runner.attention
-        timer = hardware.host_timer(attention.spec, 600, 48 * MIB)
-        assert timer.decode(3, 200) > 0
-        beside: Any = timer._beside
-        spec = attention.spec
+        far = hardware.host_timer(spec, 600, 48 * MIB)
+        assert far.decode(3, 200) > 0
+        beside: Any = far._beside
         heads = 3 * spec.num_layers * spec.num_kv_heads * spec.group_size
         there, back = spec.head_dim * spec.dtype.itemsize, spec.head_dim * spec.dtype.itemsize + 4
         assert beside.bytes_crossed == heads * (there + back), "queries; outputs and their log-sum-exp"
-        assert timer.decoding(1).contexts == (32, 480)
+        assert far.decoding(1).contexts == (32, 480)
 
 
 def test_copies_to_a_device_are_timed_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
