@@ -13,6 +13,7 @@ from quire.models.families import shape_from_config
 from quire.offload.planning.sizes import sizes_of
 from quire.offload.policy import read_policy
 from quire.offload.units import TIERS
+from tests.cli.commands import printed, refused
 from tests.opt_paper import OPT_30B
 
 CONFIG = {
@@ -43,9 +44,7 @@ def config(tmp_path: Path) -> str:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main(["plan", "offload", *words, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    return printed(capsys, "plan", "offload", *words)
 
 
 def test_a_model_s_numbers_are_the_paper_s() -> None:
@@ -65,10 +64,16 @@ def test_a_model_s_numbers_are_the_paper_s() -> None:
     assert sizes.fixed_bytes == pytest.approx(2.0 * (50272 + 2050) * 7168, rel=1e-3)
 
 
-def test_opt_30b_on_a_t4_is_near_the_golden_value(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, config, *ROOM, *BLOCK)
+def test_opt_30b_on_a_t4_is_near_the_golden_value_and_the_file_is_its_policy(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "policy.json"
+    found = planned(capsys, config, *ROOM, *BLOCK, "--output", str(file))
     assert found["throughput"] == pytest.approx(6.974, rel=0.01)
     assert found["attended"] == pytest.approx(1) and found["cache"]["cpu"] == pytest.approx(1)
+    policy = read_policy(file, TIERS)
+    assert (policy.micro_batch, policy.num_batches) == (48, 3)
+    assert policy.weights.named(TIERS) == found["weights"]
 
 
 def test_a_machine_is_named_and_not_assumed(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,22 +82,9 @@ def test_a_machine_is_named_and_not_assumed(config: str, capsys: pytest.CaptureF
     assert "needs --hardware FILE, which quire plan hardware makes" in told.err and not told.out
 
 
-def test_numbers_for_people_have_no_exponent_and_one_thing_is_one(
-    config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "offload", config, *ROOM, *ONE]) == 0
-    assert "blocks of 1 sequence: 1 micro-batch of 1\n" in capsys.readouterr().out
-
-
 def test_stages_that_all_overlap_are_faster(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     sums, most = (planned(capsys, config, *ROOM, *BLOCK, "--form", form) for form in ("sums", "max"))
     assert most["throughput"] > sums["throughput"]
-
-
-def test_the_search_is_at_least_as_good_as_any_block(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    one = planned(capsys, config, *ROOM, *BLOCK)
-    best = planned(capsys, config, *ROOM)
-    assert best["throughput"] > one["throughput"]
 
 
 def test_packed_weights_and_cache_need_less(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,18 +96,14 @@ def test_packed_weights_and_cache_need_less(config: str, capsys: pytest.CaptureF
     assert found["throughput"] > 0
 
 
-def test_the_file_is_a_policy(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "policy.json"
-    found = planned(capsys, config, *ROOM, *BLOCK, "--output", str(file))
-    policy = read_policy(file, TIERS)
-    assert (policy.micro_batch, policy.num_batches) == (48, 3)
-    assert policy.weights.named(TIERS) == found["weights"]
-
-
-def test_people_get_percent_and_what_limits(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_people_get_percent_and_what_limits_and_one_thing_is_one(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "offload", config, *ROOM, *BLOCK]) == 0
     told = capsys.readouterr().out
     assert "3 micro-batches of 48" in told and "90.76 %" in told and "limited by prefill: compute" in told
+    assert main(["plan", "offload", config, *ROOM, *ONE]) == 0
+    assert "blocks of 1 sequence: 1 micro-batch of 1\n" in capsys.readouterr().out
 
 
 def test_a_shared_beginning_and_retention_raise_throughput(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,8 +127,7 @@ def test_a_shared_beginning_and_retention_raise_throughput(config: str, capsys: 
 def test_wrong_arguments_are_one_line(
     config: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", "offload", config, *T4, *words]) == 2
-    assert message in capsys.readouterr().err
+    refused(capsys, ["plan", "offload", config, *T4, *words], message)
 
 
 def test_throughput_is_drawn(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

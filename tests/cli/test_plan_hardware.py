@@ -17,6 +17,7 @@ from quire.offload.planning.profile import profile_text, read_profile
 from quire.offload.planning.subject import Subject
 from quire.offload.policy import read_policy
 from quire.offload.units import TIERS
+from tests.cli.commands import printed, refused
 from tests.offload.planning.test_profile import MIB, profile_with
 from tests.offload.planning.test_profile import cache_folder as cache_folder
 from tests.tiny_models import save_tiny
@@ -67,8 +68,7 @@ def test_bench_latency_measures_the_same(quick: Callable[..., tuple[str, Path]],
 def test_flags_of_the_other_measurement_are_refused(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "latency", str(save_tiny(tmp_path / "model")), *words]) == 2
-    assert message in capsys.readouterr().err
+    refused(capsys, ["bench", "latency", str(save_tiny(tmp_path / "model")), *words], message)
     assert not Path("machine.json").exists()
 
 
@@ -87,9 +87,8 @@ def test_a_machine_is_measured_and_planned_for(
     assert all(run.predicted > 0 for run in made.runs)
 
     output = tmp_path / "policy.json"
-    words = ["--hardware", str(file), "--input-tokens", "64", "--output-tokens", "8", "--json", *SAME]
-    assert main(["plan", "offload", model, *words, "--only-weights", "--output", str(output)]) == 0
-    found = json.loads(capsys.readouterr().out)
+    words = ["--hardware", str(file), "--input-tokens", "64", "--output-tokens", "8", *SAME]
+    found = printed(capsys, "plan", "offload", model, *words, "--only-weights", "--output", str(output))
     policy = read_policy(output, TIERS[1:])
     assert policy.block == found["micro_batch"] and found["throughput"] > 0
     assert found["weights"] == {"cpu": 1.0, "disk": 0.0}  # a tiny model fits
@@ -99,50 +98,31 @@ def test_a_machine_is_measured_and_planned_for(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("action", "words", "message"),
     [
-        (["--model.dtype", "float32"], "model.dtype bfloat16, not float32"),
-        ([*SAME, "--model.weights", "g4"], "model.weights native, not g4"),
-        ([*SAME, "--cache.codec", "g4"], "cache.codec dense, not g4"),
-        ([*SAME, "--offload.disk_bandwidth", "100MB"], "offload.disk_bandwidth auto, not 95.37MiB"),
-        ([*SAME, "--form", "max"], "--form is for --hardware t4"),
-        ([*SAME, "--plan.gpu", "1GiB"], "--plan.gpu has no effect"),
-        ([*SAME, "--plan.cpu", "1MiB", "--micro-batch", "64", "--input-tokens", "64"], "cpu lacks"),
-        ([*SAME, "--input-tokens", "1000"], "are 1032 in all; this model serves at most 512"),
+        ("offload", ["--model.dtype", "float32"], "model.dtype bfloat16, not float32"),
+        ("offload", [*SAME, "--model.weights", "g4"], "model.weights native, not g4"),
+        ("offload", [*SAME, "--cache.codec", "g4"], "cache.codec dense, not g4"),
+        ("offload", [*SAME, "--offload.disk_bandwidth", "100MB"], "offload.disk_bandwidth auto, not 95.37MiB"),
+        ("offload", [*SAME, "--form", "max"], "--form is for --hardware t4"),
+        ("offload", [*SAME, "--plan.gpu", "1GiB"], "--plan.gpu has no effect"),
+        ("offload", [*SAME, "--plan.cpu", "1MiB", "--micro-batch", "64", "--input-tokens", "64"], "cpu lacks"),
+        ("offload", [*SAME, "--input-tokens", "1000"], "are 1032 in all; this model serves at most 512"),
+        ("hardware", [], "needs --output FILE"),
+        ("hardware", ["--output", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
+        ("hardware", ["--output", "x.json", "--plan.cpu", "1GiB"], "--plan.cpu is for quire plan offload"),
+        ("hardware", ["--output", "x.json", "--slack", "0.5"], "--slack is for quire plan offload, not for hardware"),
+        ("hardware", ["--output", "x.json", "--retain.budget", "0.5"], "measured without retain and tiers"),
     ],
 )
-def test_a_profile_of_something_else_is_refused(
-    made_profile: tuple[str, Path], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_what_is_not_for_a_machine_or_its_profile_is_refused(
+    tmp_path: Path, action: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, file = made_profile
-    assert main(["plan", "offload", model, "--hardware", str(file), *words]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.fixture
-def made_profile(tmp_path: Path) -> tuple[str, Path]:
-    """A tiny model, and a made-up profile of it."""
+    """The profile is a made-up one of a tiny model."""
     model = str(save_tiny(tmp_path / "model"))
-    config = EngineConfig.from_options({"model.dtype": "bfloat16", "offload.mode": "auto"})
-    made = profile_with(conditions=Subject.of(model, config).conditions())
-    file = tmp_path / "machine.json"
-    file.write_text(profile_text(made))
-    return model, file
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "needs --output FILE"),
-        (["--output", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
-        (["--output", "x.json", "--plan.cpu", "1GiB"], "--plan.cpu is for quire plan offload"),
-        (["--output", "x.json", "--slack", "0.5"], "--slack is for quire plan offload, not for hardware"),
-        (["--output", "x.json", "--retain.budget", "0.5"], "measured without retain and tiers"),
-    ],
-)
-def test_wrong_arguments_of_plan_hardware_are_one_line(
-    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = save_tiny(tmp_path / "model")
-    assert main(["plan", "hardware", str(model), *words]) == 2
-    assert message in capsys.readouterr().err
+    if action == "offload":
+        config = EngineConfig.from_options({"model.dtype": "bfloat16", "offload.mode": "auto"})
+        file = tmp_path / "machine.json"
+        file.write_text(profile_text(profile_with(conditions=Subject.of(model, config).conditions())))
+        words = ["--hardware", str(file), *words]
+    refused(capsys, ["plan", action, model, *words], message)

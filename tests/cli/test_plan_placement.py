@@ -33,6 +33,7 @@ from quire.timing.latency import LatencyModel, Link, StepWork
 from quire.workload.fitted import fit
 from quire.workload.slo import Slo
 from quire.workload.workload import Arrival, Span, Workload
+from tests.cli.commands import printed, refused
 from tests.tiny_models import save_tiny
 
 GIB = 1 << 30
@@ -139,8 +140,7 @@ def test_a_plan_says_whether_the_trace_itself_fares_like_what_was_drawn(
 ) -> None:
     for accepted, is_said in ((-1.0, True), (1.0, False)):
         monkeypatch.setattr(placements, "ACCEPTED_SHARE", accepted)
-        assert main(words_of(folder, "--rate", "3.5", "--algorithm", "mixed", "--json")) == 0
-        found = json.loads(capsys.readouterr().out)
+        found = printed(capsys, *words_of(folder, "--rate", "3.5", "--algorithm", "mixed"))
         said = [each for each in found["made"].get("warnings", []) if "of the trace itself" in each]
         assert bool(said) == is_said and 0 <= found["made"]["attainment_of_trace"] <= 1
 
@@ -159,16 +159,14 @@ def test_the_command_of_the_file_plans_the_same_again(placed: Path, capsys: pyte
     command = read_placement(placed).made["command"].split()
     assert command[:3] == ["quire", "plan", "placement"]
     place = command.index("--output") if "--output" in command else len(command)
-    assert main([*command[1:place], "--json"]) == 0
-    again, before = json.loads(capsys.readouterr().out), json.loads(placed.read_text())
+    again, before = printed(capsys, *command[1:place]), json.loads(placed.read_text())
     assert again["instances"] == before["instances"] and again["predicted"] == before["predicted"]
 
 
 def test_quire_simulate_takes_the_file(placed: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [word for count in (1, 2) for word in ("--latency", str(folder / f"{count}.json"))]
     simulate = ["simulate", str(folder / "model"), "--trace", str(folder / "trace.jsonl"), *files, *TARGETS]
-    assert main([*simulate, "--cluster.placement", str(placed), "--rate", "3", "--requests", "20", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = printed(capsys, *simulate, "--cluster.placement", str(placed), "--rate", "3", "--requests", "20")
     wanted = read_placement(placed).instances
     assert [(each["role"], each["count"]) for each in found["instances"]] == [
         (each.role, each.count) for each in wanted
@@ -210,15 +208,14 @@ def test_instances_that_no_engine_runs_are_said_so_first(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Weights of 26 GB need two GPUs of 20 GB."""
-    (tmp_path / "small.toml").write_text('[nodes]\ngpus = 2\ngpu_memory = "20GB"\ndevice = "a100-40g"\n')
-    words = words_of(folder, "--algorithm", "mixed", "--plan.seconds", "0.1", machines="gpus")
-    words[words.index("--cluster.file") + 1] = str(tmp_path / "small.toml")
-    assert main(words) == 0
+    machines, file = tmp_path / "small.toml", tmp_path / "placement.json"
+    machines.write_text('[nodes]\ngpus = 2\ngpu_memory = "20GB"\ndevice = "a100-40g"\n')
+    more = "--algorithm", "mixed", "--plan.seconds", "0.1", "--cluster.file", str(machines), "--output", str(file)
+    assert main(words_of(folder, *more, machines="gpus")) == 0
     first, *others = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"not served yet: tp \d pp \d is only modelled, because .* one process with one GPU", first)
     assert not any("not served yet" in line for line in others)
-    assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["made"]["warnings"][0] == first
+    assert read_placement(file).made["warnings"][0] == first
 
 
 # A whole setup.
@@ -235,77 +232,67 @@ def test_a_given_speed_within_machines_is_one_of_links_like_the_device_s_own() -
     assert said == own < half < 2 * own
 
 
-def test_a_placement_is_simulated_on_the_gpus_that_it_is_for(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "small.toml").write_text(
-        '[nodes]\ncount = 2\ngpus = 2\ngpu_memory = "60GB"\ndevice = "a100-80g"\n\n'
-        '[network]\ninside = "100GB"\nbetween = "1GB"\n'
-    )
-    words, file = (
-        words_of(folder, "--algorithm", "pairs", "--plan.seconds", "0.1", machines="gpus"),
-        tmp_path / "p.json",
-    )
-    words[words.index("--cluster.file") + 1] = str(tmp_path / "small.toml")
-    planned: list[Setup] = []
-    setup = OnGpus.setup
+def planned_setup(model: Any, machines: str, file: Path, *words: str) -> Setup:
+    """The first setup that a plan on these machines simulates. The placement is in the file then.
 
-    def noted(self: OnGpus, placement: Placement) -> Setup:
-        planned.append(setup(self, placement))
-        return planned[-1]
+    model  OnGpus or OnCores
+    """
+    made, setup, cluster = list[Setup](), model.setup, file.with_suffix(".toml")
+    cluster.write_text(machines)
 
-    monkeypatch.setattr(OnGpus, "setup", noted)
-    assert main([*words, "--output", str(file)]) == 0
-    assert read_placement(file).gpus == Gpus("a100-80g", 60 * 10**9, 2, 100 * 10**9, 10**9)
+    def noted(self: Any, placement: Placement) -> Setup:
+        made.append(setup(self, placement))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "setup", noted)
+        assert main([*words, "--plan.seconds", "0.1", "--cluster.file", str(cluster), "--output", str(file)]) == 0
+    return made[0]
+
+
+def scenario_of(model: str, folder: Path, placement: Path, *words: str) -> Any:
+    """What `quire simulate` makes of a placement."""
     parser = argparse.ArgumentParser()
     simulate.add_arguments(Arguments(parser, []))
-    command = ["opt-13b", "--hardware", "A100-80G", "--trace", str(folder / "trace.jsonl"), *OPTIONS]
-    found = simulate._scenario(parser.parse_args([*command, "--cluster.placement", str(file)])).setup
-    assert found.in_pairs and found.ways == planned[0].ways
-    assert [each.plan.sizes.cache_bytes for each in found.replicas] == [
-        each.plan.sizes.cache_bytes for each in planned[0].replicas
-    ]
-    assert [each.plan.latency for each in found.replicas] == [each.plan.latency for each in planned[0].replicas]
-    other = simulate._scenario(parser.parse_args([*command, "--hardware", "h100", "--cluster.placement", str(file)]))
-    assert other.setup.replicas[0].plan.latency.device == DEVICES["h100"]  # type: ignore[attr-defined]
+    files = ["--trace", str(folder / "trace.jsonl"), "--cluster.placement", str(placement)]
+    return simulate._scenario(parser.parse_args([model, *files, *OPTIONS, *words]))
 
 
+def cache_bytes(setup: Setup) -> list[int]:
+    return [each.plan.sizes.cache_bytes for each in setup.replicas]
+
+
+def test_a_placement_is_simulated_on_the_gpus_that_it_is_for(folder: Path, tmp_path: Path) -> None:
+    nodes = '[nodes]\ncount = 2\ngpus = 2\ngpu_memory = "60GB"\ndevice = "a100-80g"\n'
+    network, file = '[network]\ninside = "100GB"\nbetween = "1GB"\n', tmp_path / "placement.json"
+    pairs = words_of(folder, "--algorithm", "pairs", machines="gpus")
+    planned = planned_setup(OnGpus, nodes + network, file, *pairs)
+    assert read_placement(file).gpus == Gpus("a100-80g", 60 * 10**9, 2, 100 * 10**9, 10**9)
+    found = scenario_of("opt-13b", folder, file, "--hardware", "A100-80G").setup
+    assert found.in_pairs and found.ways == planned.ways and cache_bytes(found) == cache_bytes(planned)
+    assert [each.plan.latency for each in found.replicas] == [each.plan.latency for each in planned.replicas]
+    other = scenario_of("opt-13b", folder, file, "--hardware", "h100").setup
+    assert other.replicas[0].plan.latency.device == DEVICES["h100"]
+
+
+@pytest.mark.parametrize("algorithm", ["pairs", "mixed", "apart"])
 def test_a_placement_on_machines_without_gpus_is_simulated_and_served_as_it_was_planned(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, algorithm: str
 ) -> None:
     """Ray's instances are equal, use TCP on one machine too, and stay in their pairs."""
     machines = '[nodes]\ncount = 2\ncores = 4\nmemory = "8GiB"\n\n[network]\nbetween = "10MB"\n'
-    (tmp_path / "hosts.toml").write_text(machines)
-    for algorithm in ("pairs", "mixed", "apart"):
-        words = words_of(folder, "--algorithm", algorithm, "--plan.seconds", "0.1")
-        words[words.index("--cluster.file") + 1] = str(tmp_path / "hosts.toml")
-        planned: list[Setup] = []
-        setup = OnCores.setup
-
-        def noted(self: OnCores, placement: Placement, planned: list[Setup] = planned, setup: Any = setup) -> Setup:
-            planned.append(setup(self, placement))
-            return planned[-1]
-
-        monkeypatch.setattr(OnCores, "setup", noted)
-        file = tmp_path / f"{algorithm}.json"
-        assert main([*words, "--output", str(file)]) == 0
-        monkeypatch.undo()
-        placement = read_placement(file)
-        assert placement.hosts == Hosts(2, 10**7) and placement.in_pairs == (algorithm == "pairs")
-        shared_options(placement.instances, {}, None, is_local=False)  # refuses what Ray cannot have
-        parser = argparse.ArgumentParser()
-        simulate.add_arguments(Arguments(parser, []))
-        latencies = [word for count in (1, 2) for word in ("--latency", str(folder / f"{count}.json"))]
-        command = [str(folder / "model"), "--trace", str(folder / "trace.jsonl"), *OPTIONS, *latencies]
-        subject = simulate._scenario(parser.parse_args([*command, "--cluster.placement", str(file)]))
-        found = subject.setup
-        assert (found.in_pairs, found.ways) == (planned[0].in_pairs, planned[0].ways)
-        tcp = LINKS["tcp"].bytes_per_second
-        assert found.ways.bulk.bytes_per_second == (tcp if algorithm == "pairs" else 10**7)
-        assert [each.plan.sizes.cache_bytes for each in found.replicas] == [
-            each.plan.sizes.cache_bytes for each in planned[0].replicas
-        ]
-        assert subject.units == placement.predicted.cost
+    file = tmp_path / "placement.json"
+    planned = planned_setup(OnCores, machines, file, *words_of(folder, "--algorithm", algorithm))
+    placement = read_placement(file)
+    assert placement.hosts == Hosts(2, 10**7) and placement.in_pairs == (algorithm == "pairs")
+    shared_options(placement.instances, {}, None, is_local=False)  # refuses what Ray cannot have
+    latencies = [word for count in (1, 2) for word in ("--latency", str(folder / f"{count}.json"))]
+    subject = scenario_of(str(folder / "model"), folder, file, *latencies)
+    found = subject.setup
+    assert (found.in_pairs, found.ways) == (planned.in_pairs, planned.ways)
+    tcp = LINKS["tcp"].bytes_per_second
+    assert found.ways.bulk.bytes_per_second == (tcp if algorithm == "pairs" else 10**7)
+    assert cache_bytes(found) == cache_bytes(planned) and subject.units == placement.predicted.cost
 
 
 # What is refused.
@@ -340,12 +327,7 @@ def test_errors_are_one_line_that_says_what_to_do(
         (["plan", "hardware", "x", "--slo.ttft", "1"], "--slo.ttft is for quire plan placement"),
     ]  # fmt: skip
     for given, message in cases:
-        try:
-            code = main(given)
-        except SystemExit as error:
-            code = int(str(error.code))
-        told = capsys.readouterr().err
-        assert code == 2 and told.count("\n") == 1 and message in told, (given, told)
+        refused(capsys, given, message)
 
 
 def test_a_placement_that_misses_the_target_as_a_whole_says_so(

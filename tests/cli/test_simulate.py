@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from quire.timing.kept_latencies import kept_folder
 from quire.timing.latency import LatencyModel
 from quire.workload.fitted import fit
 from quire.workload.workload import Arrival, Span, Workload
+from tests.cli.commands import printed, refused
 from tests.tiny_models import save_tiny
 
 COEFFICIENTS = {"base": 0.004, "rows_from_1": 4e-4, "prompt_pairs": 1e-7, "context": 1e-6}
@@ -80,12 +80,6 @@ def local(folder: Path) -> Callable[..., Setup]:
         return model.setup(model.candidate(base, settings or ClusterConfig(), placement))
 
     return make
-
-
-def printed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main([*words, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
 
 
 # Results.
@@ -257,12 +251,7 @@ def test_errors_are_one_line_that_says_what_to_do(
         ([*words, "--plot", "load.txt"], "its ending selects the format"),
     ]  # fmt: skip
     for given, message in cases:
-        try:
-            code = main(given)
-        except SystemExit as error:
-            code = int(str(error.code))
-        told = capsys.readouterr().err
-        assert code == 2 and told.count("\n") == 1 and message in told, (given, told)
+        refused(capsys, given, message)
 
 
 def test_a_role_may_have_a_latency_model_of_its_own(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import re
@@ -31,6 +30,7 @@ from quire.timing.latency import Origin, StepWork
 from quire.workload.fitted import fit
 from quire.workload.workload import Arrival, Span, Workload
 from tests.benchmark_scripts import benchmark
+from tests.cli.commands import printed
 from tests.planning.test_halving import chosen, latency
 from tests.tiny_models import save_tiny
 
@@ -88,20 +88,10 @@ def test_gpus_that_are_not_here_are_planned_for(
     monkeypatch.setattr(planning, "RUNGS", (Rung(20, 0.3, 3, confirms=True),))
     arrivals = [Arrival(0.05 * index, (Span(index, 400 + index),), 40) for index in range(40)]
     Workload("made", arrivals).write(tmp_path / "trace.jsonl")
-    words = [
-        "--hardware",
-        "a100-80g",
-        "--trace",
-        str(tmp_path / "trace.jsonl"),
-        *TARGETS,
-        "--json",
-        "--retain.budget",
-        "off",
-    ]
+    words = ["--hardware", "a100-80g", "--trace", str(tmp_path / "trace.jsonl"), *TARGETS, "--retain.budget", "off"]
     file = tmp_path / "quire.toml"
     file.write_text("[cluster]\nprefill = 0\ndecode = 0\n")
-    assert main(["plan", "auto", "llama-2-7b", *words, "--config", str(file), "--plan.seconds", "3"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = printed(capsys, "plan", "auto", "llama-2-7b", *words, "--config", str(file), "--plan.seconds", "3")
     assert told["chosen"]["steps"]["origin"] == told["chosen"]["goodput"]["origin"] == "modelled"
     assert told["chosen"]["loss"]["value"] == 0  # nothing lossy is known of a model in numbers
     names = {each["settings"] for each in (*told["finalists"], *told["left"])}
@@ -233,8 +223,7 @@ def test_a_plan_is_printed_written_and_read_back(
     words: list[str], known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "planned.toml"
-    assert main([*words, "--output", str(file), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = printed(capsys, *words, "--output", str(file))
     best, default = told["chosen"], told["default"]
     assert best["options"]["cache.codec"] == "g4" and default["options"]["cache.codec"] == "dense"
     assert best["goodput"]["rate"] > 1.1 * default["goodput"]["rate"]
@@ -366,6 +355,5 @@ def test_the_number_of_processes_changes_nothing(
 ) -> None:
     results = []
     for processes in ("1", "2"):
-        assert main([*words, "--json", "--processes", processes]) == 0
-        results.append(json.loads(capsys.readouterr().out))
+        results.append(printed(capsys, *words, "--processes", processes))
     assert results[0] == results[1]
