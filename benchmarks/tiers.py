@@ -234,7 +234,7 @@ class Mark:
         value = median(self.values)
         if math.isnan(value):
             return None
-        return value <= self.bound if self.at_most else value >= self.bound
+        return bool(value <= self.bound if self.at_most else value >= self.bound)  # of numpy.float64, too
 
 
 def marks_table(marks: Sequence[Mark], markdown: bool = False) -> str:

@@ -168,7 +168,8 @@ def test_only_what_the_receiver_lacks_is_sent() -> None:
 
 @pytest.mark.parametrize("kept", [1.0, 0.25])
 def test_what_retention_drops_is_not_sent(kept: float) -> None:
-    setup = planner(Slo(), between=200_000_000, **{"retain.budget": kept}).model.setup_of(Division(Role.DECODE))
+    made = planner(Slo(), between=200_000_000, **{"retain.budget": kept, "retain.profile_rows": 16})
+    setup = made.model.setup_of(Division(Role.DECODE))
     (replicas,) = setup.replicas
     seconds = kept * replicas.plan.sizes.bytes_per_token / 2e8
     assert parts.seconds_per_token(replicas, setup.ways) == pytest.approx(seconds)
