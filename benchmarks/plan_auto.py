@@ -13,8 +13,9 @@ A finalist is served with `quire serve --config`, and the first requests are sen
 Its goodput is the rate at which attainment falls to the target, between two rates on a straight line. All finalists get
 the same requests. The quality that the chosen one loses is measured on a text that the plan has not seen.
 
-Prints the measured and the predicted goodputs, and whether: the traces have different configurations; the chosen one
-has at least 0.9 of the best goodput; the default loses to both by at least 10 %; the loss is within the budget.
+Prints the measured and the predicted goodputs, how long the steps took that were served, and whether: the traces have
+different configurations; the chosen one has at least 0.9 of the best goodput; the default loses to both by at least
+10 %; the loss is within the budget.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ from load import LoadRequest, attainment, completions, replay
 from servers import ServerError, quire_server
 
 from quire.config import ClusterConfig, EngineConfig, describe
+from quire.engine.step_log import read_steps
+from quire.errors import ConfigError
+from quire.measure.latency_bench import LatencyFiles
+from quire.models.fingerprint import fingerprint
+from quire.models.resolve import resolve_model
 from quire.planning.auto_local import machine_of
 from quire.planning.curves import Loss
 from quire.planning.quality import Quality, Text
@@ -101,12 +107,15 @@ def configuration(options: dict[str, Any], file: Path) -> None:
     file.write_text("\n".join(describe(group, {}) for group in groups))
 
 
-def measured(args: argparse.Namespace, load: Workload, finalist: dict[str, Any], log: Path) -> dict[str, float]:
-    """Attainment by rate of a finalist that serves, at rates around the target."""
+def measured(
+    args: argparse.Namespace, load: Workload, finalist: dict[str, Any], log: Path
+) -> tuple[dict[str, float], float | None]:
+    """Attainment by rate of a finalist that serves, at rates around the target; and what `steps_ratio` says."""
     with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "quire.toml"
         configuration(finalist["options"], file)
-        with quire_server(log, args.model, "--config", file) as server:
+        steps = Path(name) / "steps.log"
+        with quire_server(log, args.model, "--config", file, "--runtime.step_log", steps) as server:
             send = completions(server.url, args.model)
             asyncio.run(replay([LoadRequest(0.3 * n, [700 + n] * 200, 6) for n in range(6)], send))
             shares: dict[float, float] = {}
@@ -124,7 +133,23 @@ def measured(args: argparse.Namespace, load: Workload, finalist: dict[str, Any],
                     rate = min(bad) / STEP
                 else:
                     rate = (max(good) * min(bad)) ** 0.5
-            return {f"{rate:.4f}": share for rate, share in sorted(shares.items())}
+        return {f"{rate:.4f}": share for rate, share in sorted(shares.items())}, steps_ratio(args.model, steps)
+
+
+def steps_ratio(model: str, log: Path) -> float | None:
+    """The seconds of a server's steps over those that the plan's latency model says. None: they are composed of those
+    of other settings, or there are several instances.
+
+    A machine that has become slower since it was planned for shows here, and a plan whose simulation is wrong does not.
+    """
+    if not log.exists():
+        return None
+    logged = read_steps([log])
+    try:
+        latency = LatencyFiles([], model).of("mixed", logged.config, fingerprint(resolve_model(model)))
+    except ConfigError:
+        return None
+    return sum(seconds for _, seconds in logged.records) / sum(latency.seconds(work) for work, _ in logged.records)
 
 
 def share_of(args: argparse.Namespace, load: Workload, rate: float, send: Any) -> float:
@@ -181,21 +206,21 @@ def report(args: argparse.Namespace, trace: str) -> None:
     rows, goodputs = [], {}
     for number, each in enumerate(finalists(planned, args.finalists)):
         try:
-            shares = measured(args, load, each, args.out / f"{trace}-{number}.log")
+            shares, ratio = measured(args, load, each, args.out / f"{trace}-{number}.log")
         except ServerError as error:
             print(f"{each['settings']} does not serve: {error}", file=sys.stderr)
-            rows.append([each["settings"], "", f"{each['goodput']['rate']:.3f}", "does not serve", ""])
+            rows.append([each["settings"], "", f"{each['goodput']['rate']:.3f}", "does not serve", "", ""])
             continue
         goodputs[each["settings"]] = knee(shares, args.attainment)
         with (args.out / "measured.jsonl").open("a") as out:
-            out.write(json.dumps({"trace": trace, "settings": each, "shares": shares}) + "\n")
+            out.write(json.dumps({"trace": trace, "settings": each, "shares": shares, "steps": ratio}) + "\n")
         mark = ", ".join(name for name, one in named(planned).items() if each["settings"] == one["settings"])
         rows.append([
             each["settings"], mark, f"{each['goodput']['rate']:.3f}", f"{goodputs[each['settings']]:.3f}",
-            f"{each['loss']['value']:.2%} ({each['loss']['origin']})",
+            f"{each['loss']['value']:.2%} ({each['loss']['origin']})", "" if ratio is None else f"{ratio:.3f}",
         ])  # fmt: skip
     print(f"\n{trace}: {len(load.arrivals):,} requests, mean {load.mean_in:.0f} in, {load.mean_out:.0f} out")
-    print(format_table(["settings", "", "predicted/s", "measured/s", "loss"], rows))
+    print(format_table(["settings", "", "predicted/s", "measured/s", "loss", "steps, served / predicted"], rows))
     of = {name: goodputs.get(one["settings"], 0.0) for name, one in named(planned).items()}
     best = max(goodputs.values(), default=0.0)
     if not best:
