@@ -137,15 +137,15 @@ def measured(
 
 
 def steps_ratio(model: str, log: Path) -> float | None:
-    """The seconds of a server's steps over those that the plan's latency model says. None: they are composed of those
-    of other settings, or there are several instances.
+    """The seconds of a server's steps over those that the plan's latency model predicts for them. None: nothing is
+    predicted, because the plan's model is composed of those of other settings or there are several instances.
 
-    A machine that has become slower since it was planned for shows here, and a plan whose simulation is wrong does not.
+    Above 1 the machine was slower than while the plan measured. At 1 a wrong goodput is the simulation's error.
     """
     if not log.exists():
         return None
-    logged = read_steps([log])
     try:
+        logged = read_steps([log])
         latency = LatencyFiles([], model).of("mixed", logged.config, fingerprint(resolve_model(model)))
     except ConfigError:
         return None

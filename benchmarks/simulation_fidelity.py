@@ -447,11 +447,16 @@ def main() -> int:
     parser.add_argument("--quiet", type=float, default=0.1, help="cores that other programs may take (default: 0.1)")
     args = parser.parse_args()
     args.sides, args.traces = args.sides.split(","), args.traces.split(",")
-    of_traces = [[float(each) for each in rates.split(",") if each] for rates in args.rates.split(";")]
-    args.rates = dict(zip(args.traces, of_traces, strict=True))
-    if "offloaded" in args.sides and None in (args.policy, args.machine):
+    sides = set(args.sides) if args.out is not None else set()
+    if args.report is not None and args.report.exists():
+        sides |= {json.loads(line)["side"] for line in args.report.read_text().splitlines()}
+    if "offloaded" in sides and None in (args.policy, args.machine):
         parser.error("the side offloaded needs --policy and --machine")
     if args.out is not None:
+        of_traces = [[float(each) for each in rates.split(",") if each] for rates in args.rates.split(";")]
+        if len(of_traces) != len(args.traces):
+            parser.error(f"--rates are of {len(of_traces)} traces, and --traces are {len(args.traces)}")
+        args.rates = dict(zip(args.traces, of_traces, strict=True))
         serve(args)
     if args.report is not None:
         return int(any(mark.reached is False for mark in report(args)))

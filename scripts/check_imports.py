@@ -103,8 +103,11 @@ def imports_of(tree: ast.Module, package: str) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
             module = ".".join([*parents, *([node.module] if node.module else [])])
-            # `from quire import cache` names a module; `from quire.cache import page` lies in quire.cache either way.
-            names = [f"{module}.{alias.name}" for alias in node.names] if module == "quire" else [module]
+            # `from quire import cache` names a module; `from quire.cache import page` lies in quire.cache either way,
+            # but `from quire.offload import planning` does not lie in quire.offload.
+            inner = [f"{module}.{alias.name}" for alias in node.names]
+            is_named = module == "quire" or any(f"{name.removeprefix('quire.')}.*" in LAYERS for name in inner)
+            names = inner if is_named else [module]
         else:
             continue
         for name in names:

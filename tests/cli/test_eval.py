@@ -261,6 +261,8 @@ def test_settings_of_one_codec_are_checked_with_it(monkeypatch: pytest.MonkeyPat
 def test_progress_is_a_bar_on_a_terminal_and_elsewhere_a_line_now_and_then(
     folder: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    short = ["eval", "ppl", folder, "--text", text, "--context", "64", "--windows", "2", "--json", *SMALL]
+    assert main(short) == 0 and "windows" not in capsys.readouterr().err
     monkeypatch.setattr("quire.cli.shared.PLAIN_SECONDS", 0.0)
     words = ["eval", "ppl", folder, "--text", text, "--codecs", "g4", "--windows", "2", *SMALL]
     assert main([*words, "--context", "64"]) == 0
@@ -271,6 +273,7 @@ def test_progress_is_a_bar_on_a_terminal_and_elsewhere_a_line_now_and_then(
     assert main([*words, "--context", "66"]) == 0
     shown = capsys.readouterr()
     assert "rounding" not in shown.out and "2/2" in shown.err and "windows done" not in shown.err
+    assert main(short) == 0 and len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_a_plot_without_matplotlib_is_refused_before_the_work(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire.placement.packing import replicas, room_beside
-from tests.planning.test_placement import room
+from quire.placement.divisions import Division, Role
+from quire.placement.packing import mix, replicas, room_beside
+from tests.planning.test_placement import gpus, room
 
 
 @pytest.mark.parametrize(
@@ -13,6 +14,21 @@ from tests.planning.test_placement import room
 )
 def test_replicas_are_whole_and_enough(rate: float, goodput: float, wanted: int) -> None:
     assert replicas(rate, goodput) == wanted
+
+
+@pytest.mark.parametrize(
+    ("slots", "rates", "mixed"),
+    [
+        (6, (5.6, 10.0), (20.0, 4, 2)),
+        (5, (5.6, 10.0), (pytest.approx(16.8), 3, 2)),
+        (4, (5.0, 10.0), (10.0, 2, 1)),
+        (2, (5.6, 10.0), (5.6, 1, 1)),
+        (1, (5.6, 10.0), (0.0, 0, 0)),
+    ],
+)
+def test_no_instance_of_a_mix_is_idle(slots: int, rates: tuple[float, float], mixed: tuple[float, int, int]) -> None:
+    prefill, decode = Division(Role.PREFILL), Division(Role.DECODE)
+    assert mix(gpus(1, slots), prefill, rates[0], decode, rates[1]) == mixed
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quire.config import ClusterConfig
-from quire.planning.attains import CLEARLY, Attains, ceiling_of, noted
+from quire.planning.attains import CLEARLY, Attains, ceiling_of, find_goodput, noted
 from quire.planning.goodput import Goodput
 from quire.simulation.load import Load
 from quire.simulation.run import SimulationRun
@@ -42,7 +42,9 @@ def test_what_few_requests_clearly_miss_is_not_simulated_with_more() -> None:
     # With few requests the rates 1, 2 and 3 attain these shares, or a little more or less; with many, 0.9 and 0.5.
     few = made("few", lambda rate, seed: {1: 0.95, 2: 0.75, 3: 0.65}[int(rate)] + (0.05 if seed else -0.05))
     many = made("many", lambda rate, seed: {1: 0.9, 2: 0.5}[int(rate)])
-    attains = Attains(many, Slo(0.5, 0.1, 0.9), groups=((0, 1),), first=few)
+    loads = {Load(made_workload(), 60): few, (load := Load(made_workload(), 600)): many}
+    first = next(iter(loads))
+    attains = Attains(lambda load, *given: loads[load](*given), load, Slo(0.5, 0.1, 0.9), ((0, 1),), first=first)
     assert attains(1.0, 0) == attains(1.0, 1) == 0.9
     assert attains(2.0, 0) == 0.5, "0.75 is not clearly less than 0.9, though seed 0 alone would be"
     assert attains(3.0, 1) == pytest.approx(0.7) and attains(3.0, 0) == pytest.approx(0.6)
@@ -56,6 +58,12 @@ def test_few_requests_for_a_loose_target_are_a_doubt() -> None:
     (told,) = found.doubts
     # 60 requests in 6 s: with 5.74 requests/s the 54th waits for 4 s.
     assert "up to 43% of this rate" in told and "--requests" in told
+    late, early = (outcome([seconds] * 60, [0.01] * 60) for seconds in (9.0, 0.1))
+    attains = Attains(
+        lambda load, rate, seed: SimpleNamespace(count=60, outcome=lambda progress: late if rate > 10 else early),
+        load, Slo(4.0, attainment=0.9),
+    )  # fmt: skip
+    assert "of this rate may be a queue that still grows" in find_goodput(attains, 20.0, 0).doubts[0]
     assert not noted(Goodput(10.0, 0.95), load, Slo(0.2, attainment=0.9)).doubts
     assert not noted(Goodput(10.0, 0.95), load, Slo(tpot=0.1, attainment=0.9)).doubts
     days = equal_conversations(20, turns=2, gap=2.0, pause=1e4, num_in=9, num_out=2)

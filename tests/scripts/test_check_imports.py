@@ -47,6 +47,17 @@ def test_the_control_plane_is_imported_without_a_model_in_little_time():
         ("models/decoder.py", "from quire import attention", "quire.models imports quire.attention"),
         ("models/decoder.py", "from ..attention.plan import Plan", "quire.models imports quire.attention"),
         ("models/sub/deep.py", "from ...cache import page", "quire.models imports quire.cache"),
+        (
+            "offload/model.py",
+            "from quire.offload import units, planning",
+            "quire.offload imports quire.offload.planning.*",
+        ),
+        ("offload/model.py", "from .planning.costs import Form", "quire.offload imports quire.offload.planning.*"),
+        (
+            "engine/engine.py",
+            "from quire.offload.planning import plan",
+            "quire.engine imports quire.offload.planning.*",
+        ),
         ("models/decoder.py", "def f():\n    from quire.cache import page", "quire.models imports quire.cache"),
         ("errors.py", "from quire.config import EngineConfig", "quire.errors imports quire.config"),
         ("cache/new/thing.py", "import quire.novelty", "quire.novelty has no place in the import order"),

@@ -32,8 +32,7 @@ def add_arguments(parser: Arguments) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the results."""
     benchmark = ACTIONS[args.action]
-    benchmark.check(args)
-    if shared.printed_config(args):
+    if shared.printed_config(args, origins=benchmark.check(args)):
         return 0
     if args.json is not None:
         shared.check_writable(args.json)

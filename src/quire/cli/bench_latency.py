@@ -24,7 +24,7 @@ POINTS = ("prompt", "prefix", "decode")
 """The kinds of `quire.measure.latency_points`, which takes a second to import."""
 
 SECONDS = 120.0
-"""For which steps are measured."""
+"""Time to measure steps for, by default."""
 
 LARGE = 0.15
 """A model is called poor if a tenth of its steps has a larger relative error."""
@@ -46,15 +46,20 @@ def add_arguments(parser: Arguments) -> None:
     plan_hardware.add_arguments(parser)
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raises ConfigError for invalid arguments."""
+def check(args: argparse.Namespace) -> dict[str, str]:
+    """Raises ConfigError for invalid arguments. Returns the origins of the settings that it sets."""
     if args.tiers:
         if given := [name for name in ("plot", "seconds", "points", "steps") if getattr(args, name) is not None]:
-            raise ConfigError(f"--tiers has no use for --{given[0]}; it measures the machine --rounds times")
+            raise ConfigError(
+                f"--{given[0]} is no setting of --tiers, which measures the machine, not an engine's steps"
+            )
         return plan_hardware.check(args, "quire bench latency --tiers")
     for name in ("folder", "rounds"):
         if getattr(args, name) is not None:
             raise ConfigError(f"--{name} is a setting of --tiers")
+    for name in ("seconds", "points"):
+        if args.steps and getattr(args, name) is not None:
+            raise ConfigError(f"--{name} is for measuring, and --steps measures nothing")
     args.seconds = SECONDS if args.seconds is None else args.seconds
     args.points = args.points or list(POINTS)
     if not 0 < args.seconds < math.inf:
@@ -63,6 +68,7 @@ def check(args: argparse.Namespace) -> None:
         shared.check_writable(args.output)
     if args.plot is not None:
         shared.check_plot(args.plot)
+    return {}
 
 
 def run(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:

@@ -26,10 +26,11 @@ def add_arguments(parser: Arguments) -> None:
         group.add_argument(flag, type=int, nargs=nargs, default=default, metavar="N", help=text)
 
 
-def check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace) -> dict[str, str]:
     """Raises ConfigError for invalid arguments."""
     if min(*args.batch, *args.prefill, args.input_tokens, args.output_tokens - 1, args.repeats) < 1:
         raise ConfigError("the counts of quire bench must be at least 1, --output-tokens at least 2")
+    return {}
 
 
 def run(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:

@@ -10,7 +10,8 @@ quire plan auto MODEL --plan.memory 2GiB --plan.quality 0.01 --trace requests.cs
 
 hardware measures this machine for a model: reads and writes of the disk in --folder, copies in memory, the products and
 the attention of a layer, and the output head. Then it generates with some of the weights on the disk, and fits what the
-explain. It takes some minutes, more if other programs are busy. quire bench latency --tiers is another name for it.
+parts do not explain. It takes some minutes, and more if other programs are busy. quire bench latency --tiers is the
+same measurement.
 
 offload places weights, cache and activations on the tiers by a linear program, for each size of micro-batch and block.
 It prints the placement with the highest throughput: its shares, the predicted tokens per second, the memory of every

@@ -11,13 +11,13 @@ from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import EngineConfig, format_bytes, options_from
 from quire.errors import ConfigError
-from quire.options import format_number
+from quire.options import format_number, read_toml
 
 if TYPE_CHECKING:
     from quire.offload.planning.profile import Profile
 
 ROUNDS = 3
-"""Of everything that is measured, by default."""
+"""How often everything is measured, by default."""
 
 
 def add_arguments(parser: Arguments) -> None:
@@ -40,13 +40,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def check(args: argparse.Namespace, command: str) -> None:
-    """Raises ConfigError if there is nothing to measure with, or no file to write."""
+def check(args: argparse.Namespace, command: str) -> dict[str, str]:
+    """Raises ConfigError if there is nothing to measure with, or no file to write. Turns offloading on where nothing
+    says how, and returns the origins of the settings that it sets.
+    """
     if args.output is None:
         raise ConfigError(f"{command} needs --output FILE")
     if Path(args.model).suffix == ".json":
         raise ConfigError(f"{args.model} has no weights to measure with")
     shared.check_writable(args.output)
+    if "offload.mode" in {**(read_toml(args.config) if args.config else {}), **options_from(args)}:
+        return {}
+    vars(args)["offload.mode"] = "auto"
+    return {"offload.mode": f"default of {command}"}
 
 
 def measured(args: argparse.Namespace) -> Profile:
@@ -55,8 +61,7 @@ def measured(args: argparse.Namespace) -> Profile:
     from quire.offload.planning.profile import profile_text
     from quire.offload.planning.subject import Subject
 
-    config = EngineConfig.from_options({"offload.mode": "auto", **options_from(args)}, args.config)
-    subject = Subject.of(args.model, config)
+    subject = Subject.of(args.model, EngineConfig.from_flags(args))
     profile = measure_machine(subject, folder=args.folder, rounds=args.rounds or ROUNDS, tell=_tell)
     args.output.write_text(profile_text(profile))
     return profile

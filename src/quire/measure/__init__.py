@@ -1,1 +1,1 @@
-"""Drives engines to find what they take: seconds, memory, bytes a second."""
+"""Runs engines to measure the seconds of their steps, their memory, and the speeds of the machine."""

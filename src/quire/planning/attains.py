@@ -40,20 +40,22 @@ LOWEST = 1000
 class Attains:
     """The share of requests that meet both targets, by rate and seed: what `quire.planning.goodput` asks for.
 
-    simulation  of a rate and a seed
+    simulation  of a load, a rate and a seed
+    load        the requests
     groups      seeds that are simulated at the same time: those of a search, and those of its confirmation
     on_run      is told of each simulation
-    first       shorter simulations, which come first: where they clearly miss the target, they are the outcomes. Few
-                requests may meet targets that many miss, because a queue takes time to grow, but hardly the reverse
+    first       fewer requests, which are simulated first: where they clearly miss the target, theirs are the outcomes.
+                Few may meet targets that many miss, because a queue takes time to grow, but hardly the reverse
     outcomes    by rate and seed, of all that was simulated
     """
 
-    simulation: Callable[[float, int], SimulationRun]
+    simulation: Callable[[Load, float, int], SimulationRun]
+    load: Load
     slo: Slo
     groups: Sequence[Sequence[int]] = ()
     pool: Pool = field(default_factory=InProcess)
     on_run: Callable[[float, int, Outcome], None] = lambda rate, seed, outcome: None
-    first: Callable[[float, int], SimulationRun] | None = None
+    first: Load | None = None
     outcomes: dict[tuple[float, int], Outcome] = field(default_factory=dict)
 
     def __call__(self, rate: float, seed: int) -> float:
@@ -62,16 +64,14 @@ class Attains:
             together = next((group for group in self.groups if seed in group), (seed,))
             found = [] if self.first is None else self._run(self.first, rate, together)
             if not found or self._share(found) >= CLEARLY * self.slo.attainment:
-                found = self._run(self.simulation, rate, together)
+                found = self._run(self.load, rate, together)
             for each, outcome in zip(together, found, strict=True):
                 self.outcomes[rate, each] = outcome
                 self.on_run(rate, each, outcome)
         return self.outcomes[rate, seed].attainment(self.slo)
 
-    def _run(
-        self, simulation: Callable[[float, int], SimulationRun], rate: float, seeds: Sequence[int]
-    ) -> Sequence[Outcome]:
-        return self.pool.run([simulation(rate, each) for each in seeds])
+    def _run(self, load: Load, rate: float, seeds: Sequence[int]) -> Sequence[Outcome]:
+        return self.pool.run([self.simulation(load, rate, each) for each in seeds])
 
     def _share(self, outcomes: Sequence[Outcome]) -> float:
         return fmean(each.attainment(self.slo) for each in outcomes)
@@ -106,7 +106,7 @@ def find_goodput(
     floor: float = 0.0,
     **settings: Any,
 ) -> Goodput:
-    """The goodput of what `attains` simulates: the highest rate that reaches the target.
+    """The goodput of what `attains` simulates: the highest rate that reaches the target, with what `noted` says of it.
 
     ceiling        requests/s; higher rates are not tried, because no system serves them for long
     seed           the first one
@@ -118,10 +118,11 @@ def find_goodput(
     """
     own, fresh = range(seed, seed + num_seeds), range(seed + num_seeds, seed + num_seeds + confirmations)
     attains.groups = (own, fresh)
-    return goodput(
+    found = goodput(
         attains, attains.slo.attainment, low=min(max(floor, ceiling / LOWEST), ceiling), high=ceiling,
         guess=ceiling / 2 if guess is None else guess, seeds=own, confirm_seeds=fresh, **settings,
     )  # fmt: skip
+    return noted(found, attains.load, attains.slo)
 
 
 def noted(found: Goodput, load: Load, slo: Slo) -> Goodput:
@@ -192,14 +193,14 @@ class GoodputSearch:
         roles = [(each.role, each.count) for each in setup.replicas]
         is_pair = roles == [("prefill", 1), ("decode", 1)]
 
-        def run(rate: float, seed: int) -> SimulationRun:
+        def run(load: Load, rate: float, seed: int) -> SimulationRun:
             if time.monotonic() >= self.end:
                 raise _OverError
             if setup.cluster is None or (is_pair and seed == self.seed):
-                return SimulationRun(setup, self.load, rate, seed, Parts(min(self.slo.tpot, MOST_TPOT)))
-            return SimulationRun(setup, self.load, rate, seed)
+                return SimulationRun(setup, load, rate, seed, Parts(min(self.slo.tpot, MOST_TPOT)))
+            return SimulationRun(setup, load, rate, seed)
 
         return find_goodput(
-            Attains(run, self.slo), ceiling, self.seed, 1, self.confirmations, guess=self.guess, floor=floor,
+            Attains(run, self.load, self.slo), ceiling, self.seed, 1, self.confirmations, guess=self.guess, floor=floor,
             tolerance=self.tolerance, probes=(),
         )  # fmt: skip

@@ -19,7 +19,7 @@ from pathlib import Path
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
 from quire.placement.rejected import Reason, Rejected
-from quire.planning.attains import GoodputSearch, asked_of, noted
+from quire.planning.attains import GoodputSearch, asked_of
 from quire.planning.bounds import Bound, joint_bound
 from quire.planning.curves import BEYOND, NOTHING, Loss
 from quire.planning.goodput import Goodput, Verdict
@@ -204,7 +204,7 @@ class Planner(ABC):
         if self.quality is not None:
             end = begun + QUALITY_PART * goal.seconds
             lacking = self.quality.measure_all(settings, goal.quality, end, tools.progress)
-        wanted = self._able(self._known(settings, lacking), self.fit)
+        wanted = self._accepted(self._known(settings, lacking), self.fit)
         slow = self.measure_latencies(wanted, begun + SPEED_PART * goal.seconds)
         points = [point for each in wanted if (point := self._point(each, slow)) is not None]
         if not points:
@@ -280,9 +280,9 @@ class Planner(ABC):
                 self.quality.calibration_of(config)
             self.cluster_of(settings)
 
-        return self._able(self.space.settings(), check)
+        return self._accepted(self.space.settings(), check)
 
-    def _able(self, settings: Iterable[Settings], check: Callable[[Settings], object]) -> list[Settings]:
+    def _accepted(self, settings: Iterable[Settings], check: Callable[[Settings], object]) -> list[Settings]:
         """Settings for which a check raises no ConfigError. The others are left out with its message."""
         found = []
         for each in settings:
@@ -357,10 +357,7 @@ class Planner(ABC):
             if point.bound > 0
         }  # fmt: skip
         results = dict(zip(jobs, self._pool.run(list(jobs.values())), strict=True))
-        found = [results.get(index, infeasible) for index in range(len(trials))]
-        if not rung.confirms:
-            return found
-        return [None if each is None else noted(each, load, goal.slo) for each in found]
+        return [results.get(index, infeasible) for index in range(len(trials))]
 
     def made(self, settings: Settings, share: float) -> SettingsPoint | None:
         """See HalvingSearch."""

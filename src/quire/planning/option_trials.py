@@ -24,7 +24,7 @@ from quire.errors import ConfigError
 from quire.placement.cluster_file import ClusterSpec
 from quire.placement.divisions import Division, Needs, Option, Pair, Role
 from quire.placement.placement_file import Instances, Placement
-from quire.planning.attains import Attains, asked_of, bound_of, find_goodput, noted
+from quire.planning.attains import Attains, asked_of, bound_of, find_goodput
 from quire.planning.bounds import RequestStats, joint_bound
 from quire.planning.goodput import ROUNDING, Goodput
 from quire.planning.placement import PlacementError
@@ -206,10 +206,9 @@ class OptionTrials:
             rough = self._rough.get(option)
             guess = ceiling / 2 if rough is None or not rough.rate else LIKELY * rough.rate
             attains, guess = self._tested.pop(option, (self._attains(option, guess), guess))
-            found = find_goodput(
+            self._found[option] = find_goodput(
                 attains, ceiling, self.seed, SEEDS, CONFIRMATIONS, guess=guess, tolerance=TOLERANCE, probes=()
             )
-            self._found[option] = noted(found, attains.simulation(guess, self.seed).load, attains.slo)
         return self._found[option]
 
     def serves(self, option: Option, rate: float) -> bool:
@@ -296,16 +295,16 @@ class OptionTrials:
         """The share of requests of an option that meet the targets that count for it, at rates up to twice this one."""
         slo = self._slo(option)
         load = self.load.lasting(min(2 * rate, self._bound(option, ANYTHING)), slo)
-        first = self._simulation(option, self.load) if load.count > 2 * self.load.count else None
-        return Attains(self._simulation(option, load), slo, pool=self.pool, first=first)
+        first = self.load if load.count > 2 * self.load.count else None
+        return Attains(self._simulation(option), load, slo, pool=self.pool, first=first)
 
     def _attains_roughly(self, option: Option) -> Attains:
-        return Attains(self._simulation(option, self.load), self._slo(option), pool=self.pool)
+        return Attains(self._simulation(option), self.load, self._slo(option), pool=self.pool)
 
-    def _simulation(self, option: Option, load: Load) -> Callable[[float, int], SimulationRun]:
-        """Makes the simulation of a rate and a seed."""
+    def _simulation(self, option: Option) -> Callable[[Load, float, int], SimulationRun]:
+        """Makes the simulation of a load, a rate and a seed."""
         setup, driver = self.model.setup_of(option), Parts(self._tpot)
-        return lambda rate, seed: SimulationRun(setup, load, rate, seed, driver)
+        return lambda load, rate, seed: SimulationRun(setup, load, rate, seed, driver)
 
     def _slo(self, option: Option) -> Slo:
         """The targets that count for an option."""

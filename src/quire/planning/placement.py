@@ -73,8 +73,8 @@ class PlacementTask:
                 decodes, with regard to its own latency target
     rate        wanted requests/s; None: as many as the cluster can serve
     bound_of    requests/s per unit that an option never exceeds; infinite: no option is skipped
-    serves      whether an option's goodput is at least so many requests/s: one rate, where `goodput_of` tries many.
-                None: all goodputs are searched for
+    serves      whether an option serves a rate in requests/s: one simulation, where `goodput_of` takes many. None: all
+                goodputs are searched for
     rough       the same two, quickly and roughly: what a search with these takes is tried first, so that one simulation
                 rules out most others. None: options are tried by their bounds alone
     why_unknown  why the latencies of an option are not known, so that it does not fit; empty if they are
@@ -111,6 +111,7 @@ def place(task: PlacementTask, algorithm: str) -> Placement:
 
     The predicted attainment of roles apart is the product of both: the share if they miss their targets independently.
     """
+    assert algorithm in ALGORITHMS, algorithm
     cluster, layers = task.cluster, task.needs.num_layers
     if algorithm == "pairs":
         return _placed(task, [pairs(cluster, layers)], algorithm)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.planning.attains import Attains, ceiling_of, find_goodput, noted
+from quire.planning.attains import Attains, ceiling_of, find_goodput
 from quire.planning.goodput import Goodput
 from quire.simulation.load import Load
 from quire.simulation.outcome import Outcome
@@ -61,9 +61,10 @@ class Scenario:
             progress(done, max(done, USUAL_RUNS))
 
         attains = Attains(
-            lambda rate, seed: SimulationRun(self.setup, self.load, rate, seed, quickly), self.slo, (), pool, on_run
-        )
-        found = noted(find_goodput(attains, ceiling_of(self.setup, self.load.workload), seed), self.load, self.slo)
+            lambda load, rate, seed: SimulationRun(self.setup, load, rate, seed, quickly),
+            self.load, self.slo, (), pool, on_run,
+        )  # fmt: skip
+        found = find_goodput(attains, ceiling_of(self.setup, self.load.workload), seed)
         rate = found.rate or min(point.rate for point in found.points)
         return found, rate, SimulationRun(self.setup, self.load, rate, seed + 1).outcome()
 

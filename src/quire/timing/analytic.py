@@ -29,7 +29,7 @@ from quire.timing.devices import Device
 from quire.timing.latency import Link, Origin, StepWork
 
 
-def _known(
+def _shape(
     layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, context: int, *, is_opt: bool = False
 ) -> ModelShape:
     """A model of Llama's family or of OPT's. Nothing here depends on how it rotates."""
@@ -42,11 +42,11 @@ def _known(
 
 
 MODELS = {
-    "opt-13b": _known(40, 5120, 20480, 40, 40, 50272, 2048, is_opt=True),
-    "opt-66b": _known(64, 9216, 36864, 72, 72, 50272, 2048, is_opt=True),
-    "opt-175b": _known(96, 12288, 49152, 96, 96, 50272, 2048, is_opt=True),
-    "llama-2-7b": _known(32, 4096, 11008, 32, 32, 32000, 4096),
-    "llama-3-8b": _known(32, 4096, 14336, 32, 8, 128256, 8192),
+    "opt-13b": _shape(40, 5120, 20480, 40, 40, 50272, 2048, is_opt=True),
+    "opt-66b": _shape(64, 9216, 36864, 72, 72, 50272, 2048, is_opt=True),
+    "opt-175b": _shape(96, 12288, 49152, 96, 96, 50272, 2048, is_opt=True),
+    "llama-2-7b": _shape(32, 4096, 11008, 32, 32, 32000, 4096),
+    "llama-3-8b": _shape(32, 4096, 14336, 32, 8, 128256, 8192),
 }
 """Models by name."""
 

@@ -14,7 +14,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.measure import offload_profile
 from quire.offload.blocks import BlockAttention
-from quire.offload.planning import subject as offload_sizes
+from quire.offload.planning import subject as subjects
 from quire.offload.planning.costs import Sizes
 from quire.offload.planning.planner import plan_all
 from quire.offload.planning.profile import (
@@ -200,9 +200,9 @@ def test_runs_beside_a_gpu_have_weights_on_all_tiers(
     """Ten layers of 4 MiB, and 4 MiB beside them; 0.7 of the free memory is used."""
     free = {"cuda": gpu * MIB, "cpu": cpu * MIB}
     monkeypatch.setattr(offload_profile, "available_memory", lambda device: free[device.type])
-    monkeypatch.setattr(offload_sizes, "device_type_of", lambda device: "cuda")
+    monkeypatch.setattr(subjects, "device_type_of", lambda device: "cuda")
     sizes = dataclasses.replace(SIZES, fixed_bytes=4.0 * MIB)
-    subject = offload_sizes.Subject("tiny", EngineConfig(), tiny_shape(), sizes)
+    subject = subjects.Subject("tiny", EngineConfig(), tiny_shape(), sizes)
     found = offload_profile.placements(subject)
     assert [pytest.approx(each, abs=1e-3) for each in expected] == [split.shares for split in found]
 

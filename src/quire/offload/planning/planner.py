@@ -67,7 +67,7 @@ def prompt_passes(prompts: Sequence[int], budget: int, num_waiting: int = 0, sha
 
 
 def block_passes(workload: BlockWorkload, sequences: int, budget: int) -> list[int]:
-    """See prompt_passes: of the prompts of a block."""
+    """The rows of each pass that computes the prompts of a block. See prompt_passes."""
     shared = round(workload.shared_tokens) if workload.num_prefixes else 0
     tokens, firsts = round(workload.prompt_tokens), round(workload.num_prefixes) if shared else sequences
     firsts = min(firsts, sequences)
