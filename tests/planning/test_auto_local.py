@@ -68,7 +68,7 @@ def test_a_plan_is_made_where_only_packed_weights_fit(
             planner_from(words)
         return
     planner = planner_from(words)
-    assert {each.of("weights").name for each in planner._able(planner._possible(), planner.fit)} == {"g4 weights"}
+    assert {each.of("weights").name for each in planner._accepted(planner._possible(), planner.fit)} == {"g4 weights"}
 
 
 def test_memory_is_divided_among_processes_weights_and_caches(words: list[str], known: Path) -> None:

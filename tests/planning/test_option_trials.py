@@ -111,9 +111,9 @@ def test_only_its_own_target_counts_for_a_phase() -> None:
 def test_a_slow_network_costs_time_per_token() -> None:
     fast, slow = planner(Slo(1.0, 0.03)), planner(Slo(1.0, 0.03), between=200_000_000)
     decode, pair = Division(Role.DECODE), Pair(Division(Role.PREFILL), Division(Role.DECODE))
-    near, far = (each._simulation(decode, each.load)(2.0, 0).outcome() for each in (fast, slow))
+    near, far = (each._simulation(decode)(each.load, 2.0, 0).outcome() for each in (fast, slow))
     assert far.tpot.mean() > 1.5 * near.tpot.mean()
-    near, far = (each._simulation(pair, each.load)(2.0, 0).outcome() for each in (fast, slow))
+    near, far = (each._simulation(pair)(each.load, 2.0, 0).outcome() for each in (fast, slow))
     assert far.tpot.mean() == pytest.approx(near.tpot.mean())  # a pair shares a machine
 
 
@@ -133,7 +133,7 @@ def test_caches_wait_for_those_before_them() -> None:
     made = planner(Slo(math.inf, 10.0, 0.9), between=200_000_000)
     decode = Division(Role.DECODE)
     slow, fast = (
-        made._simulation(decode, made.load)(share * made.bound_of(decode), 0).outcome() for share in (0.02, 2.0)
+        made._simulation(decode)(made.load, share * made.bound_of(decode), 0).outcome() for share in (0.02, 2.0)
     )
     waited = ((fast.last - fast.first) - (slow.last - slow.first))[fast.num_out > 1]
     assert waited[0] < 1.0 and waited[-1] > 4.0
