@@ -15,10 +15,10 @@ import pytest
 from quire.cli import main, parse, plan_auto
 from quire.cli.parser import CommandParser
 from quire.config import ClusterConfig, EngineConfig, SloConfig
+from quire.errors import ConfigError
 from quire.measure.latency_bench import settings_of as speed_settings
 from quire.placement.rejected import Reason
 from quire.planning import auto as planning
-from quire.planning.auto import within
 from quire.planning.curves import LossCurve
 from quire.planning.halving import Rung, Trial
 from quire.planning.quality import Quality, Text
@@ -43,10 +43,13 @@ def test_requests_longer_than_the_context_are_left_out_with_all_that_follow_them
         Arrival(0.0, (Span(2, 20),), 10, after=1, pause=1.0), Arrival(0.0, (Span(3, 5),), 1, after=0, pause=1.0),
         Arrival(0.0, (Span(4, 300),), 5, after=2, pause=1.0), Arrival(2.0, (Span(5, 9),), 9),
     ])  # fmt: skip
-    found = within(load, 100)
-    assert found is not None
-    assert [(each.num_in, each.after) for each in found.arrivals] == [(50, -1), (20, 0), (9, -1)]
-    assert within(load, 5) is None and within(load, 1000) is load
+    found, (told,) = Load(load, 6).within(100)
+    assert [(each.num_in, each.after) for each in found.workload.arrivals] == [(50, -1), (20, 0), (9, -1)]
+    assert told.startswith("3 of 6 requests have more than 100 tokens, the model's context, and are left out")
+    whole = Load(load, 6)
+    assert whole.within(1000) == (whole, [])
+    with pytest.raises(ConfigError, match="6 of 6 requests have more than 5 tokens, the model's context; take another"):
+        whole.within(5)
 
 
 def test_the_measured_goodput_is_where_attainment_falls_to_the_target() -> None:

@@ -93,7 +93,8 @@ def test_a_file_holds_all_of_a_model(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"format": 2}, "not a latency model of format 1"),
-        ({"coefficients": {"base": -1.0}}, "coefficients.base is -1.0; it must be a number of at least 0"),
+        ({"coefficients": {"base": -1.0}}, "coefficients.base is -1.0; it must be seconds, 0 to 1,000,000"),
+        ({"coefficients": {"base": 1e308}}, "coefficients.base is 1e+308; it must be seconds, 0 to 1,000,000"),
         ({"coefficients": {"bass": 1.0}}, "coefficients.bass is no term; the terms are base, "),
         ({"coefficients": {"base": 0.0}}, "coefficients are all 0"),
         ({"knots": [4, 2]}, "knots are [4, 2]; they must increase"),

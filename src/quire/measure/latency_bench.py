@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.llm import LLM
+
+log = logging.getLogger("quire")
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class LatencyFiles:
 
     def __init__(self, words: Sequence[str], name: str) -> None:
         self._name, self._is_given = name, bool(words)
+        self._told = set[str]()
         self.sources: list[tuple[str, str, LatencyModel | Profile]] = []  # role, or empty for all; file; source
         for word in words:
             role, equals, file = word.partition("=")
@@ -135,6 +139,10 @@ class LatencyFiles:
             else:
                 reason = unsuitable(source, wanted, role, is_given=self._is_given)
                 if not reason:
+                    if not self._is_given and file not in self._told:
+                        self._told.add(file)  # nobody has named it
+                        date = source.about.get("date", "an unknown date")
+                        log.info("the seconds of steps are those of %s, kept in %s", date, file)
                     return source
             reasons.append(f"{file}: {reason}")
         if self._is_given:

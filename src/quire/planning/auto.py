@@ -32,9 +32,7 @@ from quire.simulation.load import Load, Slices, fresh_seeds
 from quire.simulation.pool import InProcess, Pool, pool_of
 from quire.timing.composed import profile_of
 from quire.timing.latency import Origin, StepTime
-from quire.workload.fitted import fit
 from quire.workload.slo import ANYTHING, Slo
-from quire.workload.workload import Workload
 
 log = logging.getLogger("quire")
 
@@ -104,16 +102,6 @@ class Fit:
 
     room: Room
     config: EngineConfig
-
-
-def within(workload: Workload, most: int) -> Workload | None:
-    """The requests of at most `most` tokens, prompt and answer; None if there are none. What follows one that is left
-    out is longer, and left out as well.
-    """
-    fits = workload.prompt_tokens + workload.columns.num_out <= most
-    if fits.all():
-        return workload
-    return workload.only(fits) if fits.any() else None
 
 
 class Planner(ABC):
@@ -239,16 +227,7 @@ class Planner(ABC):
         """Leaves out requests that the model's context has no room for. Where no distribution has the gaps of the
         trace, its own requests are simulated. Returns what is to be said of that.
         """
-        told, load = [], self.goal.load
-        workload = load.workload
-        part = within(workload, self.context)
-        if part is not workload:
-            missing = len(workload.arrivals) - (0 if part is None else len(part.arrivals))
-            long = f"{missing / len(workload.arrivals):.1%} of the requests have more than {self.context:,} tokens"
-            if part is None:
-                raise NoPlanError(f"{long}, the model's context; take another trace, or raise model.max_context")
-            told.append(f"{long}, the model's context, and are left out: the server refuses them")
-            load = replace(load, workload=part, fitted=fit(part))
+        load, told = self.goal.load.within(self.context)
         if load.fitted is not None and load.fitted.ks_gaps > ACCEPTED_GAPS:
             told.append(
                 f"gaps between requests are no gamma distribution (KS distance {load.fitted.ks_gaps:.2f}): parts of the"

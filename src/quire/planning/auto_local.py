@@ -11,6 +11,7 @@ import torch
 
 from quire.cache.ledger import MAX_ARENA_BYTES
 from quire.config import ClusterConfig, EngineConfig, format_bytes
+from quire.engine.footprint import RUNTIME_BYTES, footprint
 from quire.engine.machine import available_memory, device_type_of, usable_cores
 from quire.errors import ConfigError
 from quire.models.image_folder import image_path
@@ -24,7 +25,7 @@ from quire.planning.quality import Quality
 from quire.planning.space import SearchLimits, Settings, Space
 from quire.planning.speeds import LEAST_SECONDS, SECONDS, Speeds, disk_link
 from quire.simulation.candidate import Candidate
-from quire.simulation.setup import PROCESS_BYTES, LocalModel
+from quire.simulation.setup import LocalModel
 from quire.timing.latency import LatencyModel, Origin, StepTime
 
 DEVICE_BYTES = 1 << 30
@@ -59,7 +60,7 @@ class LocalPlanner(Planner):
     """Plans for this machine.
 
     speeds         what is known of the seconds of steps, and measured
-    process_bytes  of a process beside weights and cache
+    process_bytes  of a process beside weights, cache and steps
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class LocalPlanner(Planner):
         self._model = LocalModel(name, _no_latency)
         base = config.with_options({"cache.memory": MAX_ARENA_BYTES})  # weights take the same with any cache
         resolved, self._sizes, _ = self._model.resolved(base)
-        self.process_bytes = DEVICE_BYTES if resolved.runtime.device == "cuda" else PROCESS_BYTES
+        self.process_bytes = DEVICE_BYTES if resolved.runtime.device == "cuda" else RUNTIME_BYTES
         self._with_form = cache(lambda form: self._model.resolved(base.with_options({"model.weights": form})))
         self._shared = cache(self._shared_bytes)
         self._fits: dict[tuple[Settings, float], Fit] = {}
@@ -129,6 +130,8 @@ class LocalPlanner(Planner):
         count, processes = self._counts(settings)
         weights, shared = self._with_form(base.model.weights)[1].weight_bytes, self._shared(base.model.weights)
         others = count * weights - (count - 1) * shared + processes * self.process_bytes
+        if (room := (self.goal.memory - others) // count) >= GRAIN:
+            others += count * self._step_bytes(base, room)
         cache_bytes = int((self.goal.memory - others) * share / count) // GRAIN * GRAIN
         if cache_bytes <= 0:
             raise ConfigError(
@@ -137,6 +140,13 @@ class LocalPlanner(Planner):
             )
         config, sizes, _ = self._model.resolved(base.with_options({"cache.memory": cache_bytes}))
         return Fit(Room(cache_bytes, others + count * sizes.cache_bytes, count * sizes.tokens), config)
+
+    def _step_bytes(self, config: EngineConfig, cache_bytes: int) -> int:
+        """Of an engine that computes a step, beside its weights and a cache of so many bytes."""
+        if self.process_bytes == DEVICE_BYTES:  # which has them
+            return 0
+        resolved, sizes, _ = self._model.resolved(config.with_options({"cache.memory": cache_bytes}))
+        return footprint(self._model.shape, resolved, sizes).step
 
     def _counts(self, settings: Settings) -> tuple[int, int]:
         """Engines, and processes: a router has one of its own."""
@@ -191,8 +201,10 @@ class LocalPlanner(Planner):
         caches = format_bytes(point.room.cache) if count == 1 else f"{count} x {format_bytes(point.room.cache)}"
         each = format_bytes(self.process_bytes)
         beside = f"one process with {each}" if processes == 1 else f"{processes} processes with {each} each"
-        origin = "measured" if self.process_bytes == PROCESS_BYTES else "not measured"
-        return f"caches {caches}, and {beside} beside weights and cache ({origin})"
+        steps = count * self._step_bytes(point.settings.engine(self.config), point.room.cache)
+        if not steps:
+            return f"caches {caches}, and {beside} beside weights and cache (not measured)"
+        return f"caches {caches}, steps {format_bytes(steps)}, and {beside} beside weights and cache (measured)"
 
 
 def _only(latency: LatencyModel, role: str, config: EngineConfig, fingerprint: str) -> LatencyModel:

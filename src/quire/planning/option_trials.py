@@ -20,6 +20,7 @@ import numpy as np
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import ClusterConfig, EngineConfig
+from quire.engine.footprint import footprint
 from quire.errors import ConfigError
 from quire.placement.cluster_file import ClusterSpec
 from quire.placement.divisions import Division, Needs, Option, Pair, Role
@@ -35,7 +36,7 @@ from quire.simulation.parts import Parts, seconds_per_token
 from quire.simulation.pool import InProcess, Pool
 from quire.simulation.queue_check import QueueCheck, queue_check
 from quire.simulation.run import SimulationRun, quickly
-from quire.simulation.setup import PROCESS_BYTES, LocalModel, Setup
+from quire.simulation.setup import LocalModel, Setup
 from quire.timing.latency import Origin
 from quire.workload.slo import ANYTHING, Slo
 
@@ -57,15 +58,19 @@ class ModelOnCluster(ABC):
 
     config   of all instances, with automatic values
     cluster  the machines
-    longest  tokens of the longest request
+    context  tokens of the longest request that an instance takes
+    longest  tokens of the longest request of a trace; a longer one than the context is refused
     window   tokens that a token attends to at most; None: all before it
     origin   of the latencies
     """
 
     origin: Origin
 
-    def __init__(self, maker: Maker, config: EngineConfig, cluster: ClusterSpec, longest: int, window: int | None):
-        self.maker, self.config, self.cluster, self.longest, self.window = maker, config, cluster, longest, window
+    def __init__(
+        self, maker: Maker, config: EngineConfig, cluster: ClusterSpec, longest: int, context: int, window: int | None
+    ) -> None:
+        self.maker, self.config, self.cluster, self.window = maker, config, cluster, window
+        self.context, self.longest = context, min(longest, context)
         self._setups: dict[Option, Setup | ConfigError] = {}
 
     @property
@@ -131,7 +136,7 @@ class OnGpus(ModelOnCluster):
 
     def __init__(self, target: Target, config: EngineConfig, cluster: ClusterSpec, longest: int) -> None:
         check_modelled(config)
-        super().__init__(target, config, cluster, min(longest, target.context(config)), target.shape.sliding_window)
+        super().__init__(target, config, cluster, longest, target.context(config), target.shape.sliding_window)
         self.target = target
 
     @cached_property
@@ -152,22 +157,23 @@ class OnCores(ModelOnCluster):
     origin = Origin.FITTED
 
     def __init__(self, model: LocalModel, config: EngineConfig, cluster: ClusterSpec, longest: int) -> None:
-        _, self.sizes, _ = model.resolved(config)
-        super().__init__(model, config, cluster, min(longest, self.sizes.max_context), model.shape.sliding_window)
+        resolved, self.sizes, _ = model.resolved(config)
+        super().__init__(model, config, cluster, longest, self.sizes.max_context, model.shape.sliding_window)
         self.num_layers = model.shape.num_layers
+        self._beside = footprint(model.shape, resolved, self.sizes).beside
 
     @cached_property
     def needs(self) -> Needs:
         """See ModelOnCluster."""
         sizes = self.sizes
-        return Needs(self.num_layers, sizes.weight_bytes, self.longest * sizes.bytes_per_token, PROCESS_BYTES)
+        return Needs(self.num_layers, sizes.weight_bytes, self.longest * sizes.bytes_per_token, self._beside)
 
     def options_of(self, division: Division) -> dict[str, Any]:
         """See ModelOnCluster. Weights and cache fill the memory that belongs to the cores."""
         found = {"runtime.threads": division.cores} | super().options_of(division)
         if self.config.cache.memory == "auto":
             sizes = self.sizes
-            room = self.cluster.slot_memory * division.cores - sizes.weight_bytes - PROCESS_BYTES
+            room = self.cluster.slot_memory * division.cores - sizes.weight_bytes - self._beside
             chunks = self.config.scheduler.max_running * -(-sizes.max_context // PAGE_TOKENS)
             found["cache.memory"] = int(min(room, chunks * (sizes.chunk_bytes + sizes.open_chunk_bytes)))
         return found | {"runtime.threads": division.cores}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quire.errors import ConfigError
 from quire.timing.latency import Origin
 from quire.workload.fitted import Fitted, fit
 from quire.workload.slo import Slo, finite
@@ -52,6 +53,22 @@ class Load:
             return self.fitted.steady(self.count, seed, rate)
         found = self.workload.first(self.count)
         return found if rate is None else found.at_rate(rate)
+
+    def within(self, context: int) -> tuple[Load, list[str]]:
+        """Without requests of more than `context` tokens, prompt and answer, and with what is to be said of these. What
+        follows one that is left out is longer, and left out as well. Raises ConfigError if nothing is left.
+        """
+        workload = self.workload
+        fits = workload.prompt_tokens + workload.columns.num_out <= context
+        if fits.all():
+            return self, []
+        count = int((~fits).sum())
+        long = f"{count:,} of {len(fits):,} requests have more than {context:,} tokens, the model's context"
+        if not fits.any():
+            raise ConfigError(f"{long}; take another trace, or raise model.max_context")
+        part = workload.only(fits)
+        fitted = None if self.fitted is None else fit(part)
+        return replace(self, workload=part, fitted=fitted), [f"{long}, and are left out: a server refuses them"]
 
     def facts(self) -> dict[str, Any]:
         """Numbers of the requests, for JSON."""

@@ -50,12 +50,6 @@ SERVER_SECONDS = 0.001
 HOP_SECONDS = 0.0004
 """Of a message between the router and an instance."""
 
-PROCESS_BYTES = 256 << 20
-"""Memory of a process without GPUs beside weights and cache: interpreter, libraries, tokenizer, and what a step
-computes with. Measured with SmolLM2 on two cores: 250 MiB of an engine in the server's process, 210 MiB and 63 MiB of
-shared memory of an instance, 206 MiB of a router.
-"""
-
 LINKS = {
     "shm": Link(LATENCY, 0.93e9),
     "tcp": Link(LATENCY, 0.50e9),

@@ -142,6 +142,9 @@ class Link:
 About = dict[str, str | int | float | bool | None]
 """What a model was measured with, by name."""
 
+MOST_SECONDS = 1e6
+"""Of a coefficient. A clock with larger steps loses the seconds of messages."""
+
 KINDS = ("prompt", "decode", "mixed")
 """Of steps: only prompts, only decoding sequences, both."""
 
@@ -197,8 +200,8 @@ class LatencyModel:
         for name, value in self.coefficients.items():
             if name not in known:
                 raise ConfigError(f"coefficients.{name} is no term; the terms are {', '.join(sorted(known))}")
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"coefficients.{name} is {value!r}; it must be a number of at least 0")
+            if not 0 <= value <= MOST_SECONDS:
+                raise ConfigError(f"coefficients.{name} is {value!r}; it must be seconds, 0 to {MOST_SECONDS:,.0f}")
         if not any(self.coefficients.values()):
             raise ConfigError("coefficients are all 0: no step would take any time")
         for name, bounds in self.ranges.items():
