@@ -43,7 +43,7 @@ from quire.cluster.placements import (
 from quire.config import ClusterConfig, EngineConfig
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, EngineStoppedError, ModelError, RequestError
-from quire.placement.placement_file import Instances, Placement, Predicted
+from quire.placement.placement_file import Gpus, Instances, Placement, Predicted
 
 from ..clusters import SECONDS, SMALL, RunningCluster, ThreadedInstances
 from ..effort import examples
@@ -172,6 +172,12 @@ def test_several_gpus_of_an_instance_are_refused_with_what_works(tp: int, pp: in
     divided = Placement((Instances("mixed", 3, tp, pp),), PREDICTED)
     with pytest.raises(ConfigError, match=f"tp is {tp} and pp is {pp}, .* has tp 1, pp 1 and count {count}"):
         check_instances(divided)
+
+
+def test_a_placement_for_gpus_is_refused_whatever_its_instances() -> None:
+    planned = Placement((Instances("mixed", 2),), PREDICTED, gpus=Gpus("a100-80g", 80 << 30, 8))
+    with pytest.raises(ConfigError, match=r"is for GPUs \(a100-80g\), and no server gives instances a GPU each yet"):
+        check_instances(planned)
 
 
 def test_too_many_instances_are_refused_before_they_are_listed() -> None:

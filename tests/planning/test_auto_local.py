@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from quire.engine.footprint import footprint
 from quire.errors import ConfigError
 from quire.planning.auto import Fit
 from quire.planning.auto_local import LocalPlanner
@@ -75,6 +76,9 @@ def test_memory_is_divided_among_processes_weights_and_caches(words: list[str], 
     planner = planner_from([*words, "--plan.memory", "1GiB"])
     one = planner.fit(planner.space.first)
     assert one.room.total <= 1 << 30 and one.room.total > 0.98 * (1 << 30)
+    _, sizes, _ = planner._model.resolved(one.config)
+    taken = footprint(planner._model.shape, one.config, sizes)
+    assert taken.total == pytest.approx(one.room.total, rel=0.01) and taken.step > 0, "what a server says that it takes"
     assert planner.fit(planner.space.first, 0.5).room.cache == pytest.approx(one.room.cache / 2, rel=0.01)
     apart = chosen("prefill + decode", space=Space.of(SearchLimits(cores=2)))
     two = planner.fit(apart)

@@ -91,7 +91,7 @@ class InstanceSpec(NamedTuple):
 
 
 def check_instances(placement: Placement) -> None:
-    """Raises ConfigError for an instance with several GPUs or stages, and for too many instances."""
+    """Raises ConfigError for an instance with several GPUs or stages, for one GPU each, and for too many instances."""
     if (count := sum(each.count for each in placement.instances)) > MOST_INSTANCES:
         raise ConfigError(f"the placement has {count} instances; a cluster has at most {MOST_INSTANCES}")
     for each in placement.instances:
@@ -101,6 +101,11 @@ def check_instances(placement: Placement) -> None:
                 " an instance is one process with one GPU or some cores; the nearest placement that works has tp 1, pp"
                 f" 1 and count {each.count * each.tp * each.pp}"
             )
+    if placement.gpus is not None:
+        raise ConfigError(
+            f"the placement is for GPUs ({placement.gpus.device}), and no server gives instances a GPU each yet; plan"
+            " for machines without GPUs, or simulate it with quire simulate"
+        )
 
 
 def shared_options(
