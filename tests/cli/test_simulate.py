@@ -186,7 +186,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_a_kept_model_with_these_settings_is_found(
     words: list[str], local: Callable[..., Setup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     from quire.measure.latency_bench import settings_of
 
@@ -197,7 +197,9 @@ def test_a_kept_model_with_these_settings_is_found(
     kept.write(kept_folder() / "kept.json")
     place = words.index("--latency")
     without = words[:place] + words[place + 2 :]
-    assert printed(capsys, *without)["instances"][0]["latency"] == "fitted"
+    with caplog.at_level("INFO", "quire"):
+        assert printed(capsys, *without)["instances"][0]["latency"] == "fitted"
+    assert [each for each in caplog.messages if "kept in" in each and "kept.json" in each]
     dataclasses.replace(kept, about={**kept.about, "codec": "nuq3"}).write(kept_folder() / "kept.json")
     assert main(without) == 2
     told = capsys.readouterr().err
@@ -245,6 +247,7 @@ def test_errors_are_one_line_that_says_what_to_do(
         ([*words[:2], *trace, "--latency", str(tmp_path / "threads.json")], "made with runtime.threads 7"),
         ([*words[:2], *trace, "--latency", str(tmp_path / "bad.json")], "neither a latency model nor a profile"),
         ([*words[:2], *trace, "--latency", f"decode={folder / 'latency.json'}"], "no --latency is for instances"),
+        ([*words[:2], *trace, "--latency", "bogus=a.json"], "bogus=a.json: no such file, and no role of prefill"),
         ([*words, "--cluster.placement", str(tmp_path / "two.json")], "--hardware NAME simulates more"),
         ([*words, "--trace", str(tmp_path / "none.csv")], "cannot read the workload"),
         ([*words, "--retain.threshold", "0.9"], "simulate with retain.budget instead"),
@@ -273,5 +276,5 @@ def test_what_the_latencies_do_not_know_is_said(words: list[str], capsys: pytest
     more = ["--runtime.threads", "3", "--cluster.mixed", "2", "--model.max_context", "64", "--requests", "8"]
     warnings = printed(capsys, *words, *more)["warnings"]
     assert len(warnings) == 2
-    assert "do not fit into the context of 64 tokens" in warnings[0]
+    assert "exceed the context of 64 tokens, and are refused" in warnings[0]
     assert "6 threads would share the 4 cores" in warnings[1]

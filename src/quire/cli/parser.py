@@ -31,7 +31,7 @@ COMMANDS = {
     "inspect": "show a model's memory needs, or the cache of a running server",
     "calibrate": "calibrate the nuq codecs for a model",
     "profile": "show which tokens of a prompt each head keeps",
-    "plan": "plan placements before running them",
+    "plan": "plan settings, placements and offloading before they run",
     "simulate": "predict a server's latencies and goodput under load",
     "bench": "measure the engine on this machine",
     "eval": "measure a model's quality through the cache",

@@ -115,6 +115,8 @@ class LatencyFiles:
         for word in words:
             role, equals, file = word.partition("=")
             if not equals or role not in ROLES:
+                if equals and not Path(word).exists():
+                    raise ConfigError(f"--latency {word}: no such file, and no role of {', '.join(ROLES)}")
                 role, file = "", word
             self.sources.append((role, file, read_step_time(Path(file))))
         if not words:

@@ -73,7 +73,9 @@ class Scenario:
         told, workload, setup = [], self.load.workload, self.setup
         count = int((workload.prompt_tokens + workload.columns.num_out > setup.max_context).sum())
         if count:
-            told.append(f"{count:,} requests of the trace do not fit into the context of {setup.max_context:,} tokens")
+            told.append(
+                f"{count:,} of the trace's requests exceed the context of {setup.max_context:,} tokens, and are refused"
+            )
         threads = sum(each.count * (each.config.runtime.threads or 0) for each in setup.replicas)
         if self.cores is not None and threads > self.cores:
             told.append(
