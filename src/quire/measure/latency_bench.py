@@ -144,7 +144,7 @@ class LatencyFiles:
                     if not self._is_given and file not in self._told:
                         self._told.add(file)  # nobody has named it
                         date = source.about.get("date", "an unknown date")
-                        log.info("the seconds of steps are those of %s, kept in %s", date, file)
+                        log.warning("the seconds of steps are those of %s, kept in %s", date, file)
                     return source
             reasons.append(f"{file}: {reason}")
         if self._is_given:
