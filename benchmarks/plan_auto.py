@@ -5,8 +5,7 @@ among them.
 
 DIR of --data has traces/ and text/. For each trace the requests of at most --longest tokens are planned for, with
 Poisson arrivals as in DistServe's evaluation: silences of the trace of code would leave minutes without a request.
-Their order is drawn, too, because a measurement takes the first ones: the first 72 conversations of the trace have 246
-tokens of prompt, all of them 326.
+Their order is drawn, too, because a measurement takes the first ones, which may be shorter or longer than the others.
 
 A finalist is served with `quire serve --config`, and the first requests are sent at several rates, open loop, each for
 --load-seconds: a ladder of rates from the predicted one, up while the target is reached and down while it is missed.

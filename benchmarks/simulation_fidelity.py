@@ -379,7 +379,7 @@ def report(args: argparse.Namespace) -> list[Mark]:
                 print(f"{name}, {role}: {how}")
                 if role in simulated.loaded:
                     real, said = simulated.loaded[role]
-                    print(f"{name}, {role}: the steps of the loads took {real:.0f} s, and {said:.0f} s as said")
+                    print(f"{name}, {role}: the steps of the loads took {real:.0f} s, and {said:.0f} s as predicted")
             print(f"{name}: {1e3 * simulated.overhead:.1f} ms each way")
         print(f"{side}: {len(loads) - len(kept)} of {len(loads)} loads dropped")
         for trace in dict.fromkeys(each["trace"] for each in loads):

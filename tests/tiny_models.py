@@ -84,6 +84,17 @@ def save_tiny(folder: Path, family: str = "llama", seed: int = 0, tokenizer: boo
     return folder
 
 
+def save_broken(folder: Path) -> Path:
+    """A tiny model whose logits are NaN, in a folder."""
+    from safetensors.torch import load_file, save_file
+
+    file = save_tiny(folder) / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
 def tiny_shape(family: str = "llama", **changes: Any) -> ModelShape:
     """The shape of the same models without `transformers` or files; changes are ModelShape fields."""
     gated: dict[str, Any] = {

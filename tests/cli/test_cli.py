@@ -16,7 +16,7 @@ import pytest
 
 from quire.cli import COMMANDS, main
 from quire.errors import ModelError
-from tests.tiny_models import save_tiny
+from tests.tiny_models import save_broken, save_tiny
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--cache.memory", "4MiB", "--runtime.device", "cpu", "--runtime.threads", "1"]
@@ -34,15 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
-    """A model whose logits are NaN."""
-    from safetensors.torch import load_file, save_file
-
-    folder = save_tiny(tmp_path_factory.mktemp("broken"))
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    weights["model.norm.weight"][0] = float("nan")
-    save_file(weights, file, metadata={"format": "pt"})
-    return str(folder)
+    return str(save_broken(tmp_path_factory.mktemp("broken")))
 
 
 @pytest.mark.alone

@@ -218,6 +218,20 @@ def test_instances_that_no_engine_runs_are_said_so_first(
     assert read_placement(file).made["warnings"][0] == first
 
 
+def test_requests_beyond_the_context_are_left_out_and_said_so_second(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines, file = tmp_path / "small.toml", tmp_path / "placement.json"
+    machines.write_text('[nodes]\ngpus = 2\ngpu_memory = "20GB"\ndevice = "a100-40g"\n')
+    more = "--algorithm", "mixed", "--plan.seconds", "0.1", "--cluster.file", str(machines), "--output", str(file)
+    assert main(words_of(folder, *more, "--model.max_context", "300", machines="gpus")) == 0
+    told, found = capsys.readouterr().out, read_placement(file)
+    unserved, second, *_ = found.made["warnings"]
+    assert "not served yet" in unserved and told.startswith(unserved)
+    assert second.startswith("3 of 60 requests have more than 300 tokens, the model's context") and second in told
+    assert found.workload["mean_in"] < made_workload().mean_in
+
+
 # A whole setup.
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from quire.cli import main
-from tests.tiny_models import save_tiny
+from tests.tiny_models import save_broken, save_tiny
 
 SMALL = ["--cache.memory", "4MiB", "--runtime.device", "cpu", "--runtime.threads", "1"]
 
@@ -15,15 +15,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
-    """A model whose logits are NaN."""
-    from safetensors.torch import load_file, save_file
-
-    folder = save_tiny(tmp_path_factory.mktemp("broken"))
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    weights["model.norm.weight"][0] = float("nan")
-    save_file(weights, file, metadata={"format": "pt"})
-    return str(folder)
+    return str(save_broken(tmp_path_factory.mktemp("broken")))
 
 
 def test_bench_measures(folder, tmp_path, capsys):

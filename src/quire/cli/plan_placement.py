@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import shlex
 from collections.abc import Sequence
@@ -58,13 +57,12 @@ def run(args: argparse.Namespace) -> int:
     cluster = read_cluster(args.cluster_file)
     load = Load.read(args.trace, args.requests, fitted=True)
     model = model_of(args, cluster, load)
-    load, told = load.within(model.context)
+    load, doubts = load.within(model.context)
     goal = PlacementGoal(load, slo, args.rate, args.algorithm, args.ablation, args.plan_seconds, args.seed)
     with pool_of(args.processes) as pool:
         found = search_placements(model, goal, pool, shared.progress)
     made = {"name": args.cluster_file.stem, "command": shlex.join(["quire", *args.words]), "version": __version__}
-    placement = completed(best_of(found, goal), model, goal, load.facts(), made)
-    placement = dataclasses.replace(placement, warnings=(*told, *placement.warnings))
+    placement = completed(best_of(found, goal), model, goal, load.facts(), made, doubts)
     if args.output is not None:
         placement.write(args.output)
     if args.json:

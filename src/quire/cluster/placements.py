@@ -91,7 +91,9 @@ class InstanceSpec(NamedTuple):
 
 
 def check_instances(placement: Placement) -> None:
-    """Raises ConfigError for an instance with several GPUs or stages, for one GPU each, and for too many instances."""
+    """Raises ConfigError for a placement that no server starts: with several GPUs or stages to an instance, on machines
+    with GPUs, or with too many instances.
+    """
     if (count := sum(each.count for each in placement.instances)) > MOST_INSTANCES:
         raise ConfigError(f"the placement has {count} instances; a cluster has at most {MOST_INSTANCES}")
     for each in placement.instances:

@@ -106,7 +106,7 @@ def find_goodput(
     floor: float = 0.0,
     **settings: Any,
 ) -> Goodput:
-    """The goodput of what `attains` simulates: the highest rate that reaches the target, with what `noted` says of it.
+    """The goodput of what `attains` simulates: the highest rate that reaches the target, with the doubts of `noted`.
 
     ceiling        requests/s; higher rates are not tried, because no system serves them for long
     seed           the first one

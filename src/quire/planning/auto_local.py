@@ -60,7 +60,8 @@ class LocalPlanner(Planner):
     """Plans for this machine.
 
     speeds         what is known of the seconds of steps, and measured
-    process_bytes  of a process beside weights, cache and steps
+    has_gpu        whether engines compute on a GPU, whose memory is then planned
+    process_bytes  of a process beside weights, cache and steps; with a GPU steps are part of it
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class LocalPlanner(Planner):
         self._model = LocalModel(name, _no_latency)
         base = config.with_options({"cache.memory": MAX_ARENA_BYTES})  # weights take the same with any cache
         resolved, self._sizes, _ = self._model.resolved(base)
-        self.process_bytes = DEVICE_BYTES if resolved.runtime.device == "cuda" else RUNTIME_BYTES
+        self.has_gpu = resolved.runtime.device == "cuda"
+        self.process_bytes = DEVICE_BYTES if self.has_gpu else RUNTIME_BYTES
         self._with_form = cache(lambda form: self._model.resolved(base.with_options({"model.weights": form})))
         self._shared = cache(self._shared_bytes)
         self._fits: dict[tuple[Settings, float], Fit] = {}
@@ -142,8 +144,8 @@ class LocalPlanner(Planner):
         return Fit(Room(cache_bytes, others + count * sizes.cache_bytes, count * sizes.tokens), config)
 
     def _step_bytes(self, config: EngineConfig, cache_bytes: int) -> int:
-        """Of an engine that computes a step, beside its weights and a cache of so many bytes."""
-        if self.process_bytes == DEVICE_BYTES:  # which has them
+        """Bytes that the largest step of an engine with such a cache takes; 0 with a GPU: see process_bytes."""
+        if self.has_gpu:
             return 0
         resolved, sizes, _ = self._model.resolved(config.with_options({"cache.memory": cache_bytes}))
         return footprint(self._model.shape, resolved, sizes).step
@@ -201,10 +203,10 @@ class LocalPlanner(Planner):
         caches = format_bytes(point.room.cache) if count == 1 else f"{count} x {format_bytes(point.room.cache)}"
         each = format_bytes(self.process_bytes)
         beside = f"one process with {each}" if processes == 1 else f"{processes} processes with {each} each"
-        steps = count * self._step_bytes(point.settings.engine(self.config), point.room.cache)
-        if not steps:
+        if self.has_gpu:
             return f"caches {caches}, and {beside} beside weights and cache (not measured)"
-        return f"caches {caches}, steps {format_bytes(steps)}, and {beside} beside weights and cache (measured)"
+        steps = format_bytes(count * self._step_bytes(point.settings.engine(self.config), point.room.cache))
+        return f"caches {caches}, steps {steps}, and {beside} beside weights and cache (measured)"
 
 
 def _only(latency: LatencyModel, role: str, config: EngineConfig, fingerprint: str) -> LatencyModel:

@@ -59,7 +59,7 @@ class ModelOnCluster(ABC):
     config   of all instances, with automatic values
     cluster  the machines
     context  tokens of the longest request that an instance takes
-    longest  tokens of the longest request of a trace; a longer one than the context is refused
+    longest  tokens of the longest request of the trace, at most the context
     window   tokens that a token attends to at most; None: all before it
     origin   of the latencies
     """

@@ -192,11 +192,13 @@ def completed(
     goal: PlacementGoal,
     workload: Mapping[str, Any],
     made: Mapping[str, Any],
+    doubts: Sequence[str] = (),
 ) -> Placement:
     """A placement with its requests, its targets and the record of its planning.
 
     workload  facts of the requests
     made      name, command and version
+    doubts    of the requests
     """
     result, placement = best
     seeds = {"first": goal.seed, "search": SEEDS, "confirm": CONFIRMATIONS, "joint": JOINT_SEEDS}
@@ -211,7 +213,7 @@ def completed(
     return dataclasses.replace(
         placement,
         predicted=dataclasses.replace(placement.predicted, attainment=result.attainment),
-        warnings=(*filter(None, [placement.unserved]), *placement.warnings, *_doubts(result, placement, goal)),
+        warnings=(*filter(None, [placement.unserved]), *doubts, *placement.warnings, *_doubts(result, placement, goal)),
         workload={**workload, "cached": result.cached, **({} if goal.rate is None else {"rate": goal.rate})},
         slo={name: value for name, value in targets.items() if math.isfinite(value)},
         made=told,

@@ -55,8 +55,9 @@ class Load:
         return found if rate is None else found.at_rate(rate)
 
     def within(self, context: int) -> tuple[Load, list[str]]:
-        """Without requests of more than `context` tokens, prompt and answer, and with what is to be said of these. What
-        follows one that is left out is longer, and left out as well. Raises ConfigError if nothing is left.
+        """The load without requests of more than `context` tokens, prompt and answer, and a sentence that says how many
+        were left out, if any. What follows such a request is longer, and left out as well. Raises ConfigError if no
+        request is left.
         """
         workload = self.workload
         fits = workload.prompt_tokens + workload.columns.num_out <= context

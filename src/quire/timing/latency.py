@@ -143,7 +143,7 @@ About = dict[str, str | int | float | bool | None]
 """What a model was measured with, by name."""
 
 MOST_SECONDS = 1e6
-"""Of a coefficient. A clock with larger steps loses the seconds of messages."""
+"""Largest coefficient. After such steps a clock is too coarse for the seconds that a message takes."""
 
 KINDS = ("prompt", "decode", "mixed")
 """Of steps: only prompts, only decoding sequences, both."""
