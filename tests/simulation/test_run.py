@@ -38,6 +38,14 @@ def test_a_whole_setup_is_simulated_with_its_routing() -> None:
     assert not np.array_equal(found["expected"], found["affinity"])
 
 
+def test_messages_take_as_long_where_steps_are_skipped() -> None:
+    planned, load = planner(Slo()), Load(made_workload(20), 20)
+    setup = planned.model.setup(Placement((Instances("mixed", 1),), Predicted(1.0, 1.0, "GPU", 1.0, 0.9)))
+    assert setup.cluster is not None and setup.ways.hop > 1e-6
+    quick, exact = (SimulationRun(setup, load, 0.5, 0, *driver).outcome() for driver in ((quickly,), ()))
+    assert quick.first == pytest.approx(exact.first, abs=1e-6) and quick.last == pytest.approx(exact.last, abs=1e-6)
+
+
 def test_a_cluster_that_fetches_prefixes_skips_no_steps() -> None:
     planned = planner(Slo())
     alike = Workload("alike", [Arrival(0.1 * each, (Span(1, 256), Span(10 + each, 40)), 5) for each in range(20)])

@@ -43,10 +43,17 @@ def test_a_placement_s_options_count_for_their_role(local: Callable[..., Setup])
     assert [*setup.places] == ["prefill-0", "decode-0"]
 
 
-def test_a_router_tries_as_often_as_it_is_set_to(local: Callable[..., Setup]) -> None:
-    setup = local(ClusterConfig(mixed=2, tries=1))
-    front = setup.front_of(Events())
-    assert isinstance(front, SimulatedCluster) and front.router._tries == 1
+def test_a_router_has_the_settings_of_its_cluster(local: Callable[..., Setup]) -> None:
+    for options, fetches in (
+        ({}, True),
+        ({"retain.budget": 0.5, "retain.profile_rows": 16}, False),
+        ({"cache.share": False}, False),
+    ):
+        front = local(ClusterConfig(mixed=2, tries=1, timeout=7.0, routing="queue"), **options).front_of(Events())
+        assert isinstance(front, SimulatedCluster)
+        router = front.router
+        assert (router._tries, router._timeout, router._routing) == (1, 7.0, "queue")
+        assert router._fetches is fetches, "instances with retention drop rows that others would fetch"
 
 
 def test_ways_are_measured_where_a_latency_model_has_them() -> None:
