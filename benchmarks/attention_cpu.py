@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import append_record, arguments, format_table, median
 
 from quire.attention.cpu import CpuAttention
-from quire.attention.plan import AttentionSpec
 from quire.attention.rows import RowSlice
+from quire.attention.spec import AttentionSpec, equal_layers
 from quire.cache.arena import Arena
 from quire.cache.codecs import CODECS, Codec, CodecInputs, load
 from quire.cache.codecs.dense import DenseCodec
@@ -70,15 +70,17 @@ def make_spec(
         part.copy_(pattern[: len(part)])
     table = ChunkTable(ledger, LAYERS, heads, codec, *sealed, arena=arena)
     angle = torch.outer(torch.arange(context), 1e4 ** (-torch.arange(dim // 2) / (dim // 2)))
-    return AttentionSpec(table, LAYERS, heads, group, dim, dtype, angle.cos(), angle.sin())
+    return AttentionSpec(
+        table, equal_layers(LAYERS, heads, group, dim, rotation=0), dtype, ((angle.cos(), angle.sin()),)
+    )
 
 
 def attending(spec: AttentionSpec, slices: list[RowSlice]) -> Callable[[int], object]:
     """Attention of one layer by our kernel, on pages."""
     plan = CpuAttention(spec).plan(slices)
     rows = sum(piece.num_rows for piece in slices)
-    q = torch.randn(rows, spec.num_kv_heads * spec.group_size, spec.head_dim).to(spec.dtype)
-    k, v = (torch.randn(rows, spec.num_kv_heads, spec.head_dim).to(spec.dtype) for _ in range(2))
+    q = torch.randn(rows, spec.only.num_kv_heads * spec.only.group_size, spec.only.head_dim).to(spec.dtype)
+    k, v = (torch.randn(rows, spec.only.num_kv_heads, spec.only.head_dim).to(spec.dtype) for _ in range(2))
 
     def run(layer: int) -> object:
         plan.write(layer, k, v)

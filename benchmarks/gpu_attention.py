@@ -25,8 +25,8 @@ from gpu import copy_bandwidth, graph_seconds, require_gpu
 from gpu_shared import shared
 from gpu_shared import sweep as sweep_shared
 
-from quire.attention.plan import AttentionSpec
 from quire.attention.rows import RowSlice
+from quire.attention.spec import AttentionSpec, equal_layers
 from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.ledger import PAGE_TOKENS, PageLedger
@@ -55,7 +55,9 @@ def make_spec(batch: int, context: int) -> AttentionSpec:
     arena.data.view(DTYPE).normal_()
     angle = torch.outer(torch.arange(context, device="cuda"), 1e4 ** (-torch.arange(DIM // 2, device="cuda") / DIM * 2))
     table = ChunkTable(ledger, layers, HEADS, codec, arena=arena)
-    return AttentionSpec(table, layers, HEADS, GROUP, DIM, DTYPE, angle.cos(), angle.sin())
+    return AttentionSpec(
+        table, equal_layers(layers, HEADS, GROUP, DIM, rotation=0), DTYPE, ((angle.cos(), angle.sin()),)
+    )
 
 
 def quire_seconds(

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import append_record, format_table, median
 from gpu import copy_bandwidth, event_seconds, graph_seconds, require_gpu
 
-from quire.attention.plan import AttentionSpec
 from quire.attention.rows import RowSlice
+from quire.attention.spec import AttentionSpec, equal_layers
 from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.ledger import PAGE_TOKENS, PageLedger
@@ -128,7 +128,12 @@ def make_cache(shape: ModelShape, batch: int, tokens: int) -> AttentionSpec:
     cos, sin = (torch.from_numpy(part).cuda() for part in shape.rope.tables(tokens))
     table = ChunkTable(ledger, shape.num_layers, shape.num_kv_heads, codec, arena=arena)
     group = shape.num_q_heads // shape.num_kv_heads
-    return AttentionSpec(table, shape.num_layers, shape.num_kv_heads, group, shape.head_dim, torch.bfloat16, cos, sin)
+    return AttentionSpec(
+        table,
+        equal_layers(shape.num_layers, shape.num_kv_heads, group, shape.head_dim, rotation=0),
+        torch.bfloat16,
+        ((cos, sin),),
+    )
 
 
 def decode(shape: ModelShape, model: Model, copy: float, profile: bool, record: Path | None) -> None:

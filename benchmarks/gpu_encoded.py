@@ -24,9 +24,9 @@ from common import append_record, format_table
 from gpu import copy_bandwidth, graph_seconds, require_gpu
 from gpu_attention import DIM, DTYPE, GROUP, HEADS, TORCH, make_spec, quire_seconds, torch_seconds
 
-from quire.attention.plan import AttentionSpec
 from quire.attention.reference import ReferenceAttention
 from quire.attention.rows import RowSlice
+from quire.attention.spec import AttentionSpec, equal_layers
 from quire.cache.arena import Arena
 from quire.cache.codecs import CODECS, Codec, CodecInputs, load
 from quire.cache.codecs.dense import DenseCodec
@@ -108,7 +108,7 @@ def encoded_spec(codec: Codec, batch: int, context: int, layers: int) -> Attenti
     arena = Arena(ledger.num_bytes, "cuda")
     table = ChunkTable(ledger, layers, HEADS, dense, codec, arena=arena)
     turn = torch.outer(torch.arange(context, device="cuda"), 1e4 ** (-torch.arange(DIM // 2, device="cuda") / DIM * 2))
-    return AttentionSpec(table, layers, HEADS, GROUP, DIM, DTYPE, turn.cos(), turn.sin())
+    return AttentionSpec(table, equal_layers(layers, HEADS, GROUP, DIM, rotation=0), DTYPE, ((turn.cos(), turn.sin()),))
 
 
 def filled(spec: AttentionSpec, batch: int, context: int) -> list[RowSlice]:

@@ -25,8 +25,8 @@ from common import append_record, format_table, median
 from gpu import copy_bandwidth, graph_seconds, require_gpu
 from gpu_attention import DIM, DTYPE, GROUP, HEADS, num_layers
 
-from quire.attention.plan import AttentionSpec
 from quire.attention.rows import Profiled, RowSlice
+from quire.attention.spec import AttentionSpec, equal_layers
 from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.sums import SumsCodec
@@ -53,7 +53,9 @@ def make_spec(batch: int, context: int, retains: bool) -> AttentionSpec:
     arena.data.view(DTYPE).normal_()
     angle = torch.outer(torch.arange(context, device=DEVICE), 1e4 ** (-torch.arange(DIM // 2, device=DEVICE) / DIM * 2))
     table = ChunkTable(ledger, layers, HEADS, codec, sums=SumsCodec() if retains else None, arena=arena)
-    return AttentionSpec(table, layers, HEADS, GROUP, DIM, DTYPE, angle.cos(), angle.sin())
+    return AttentionSpec(
+        table, equal_layers(layers, HEADS, GROUP, DIM, rotation=0), DTYPE, ((angle.cos(), angle.sin()),)
+    )
 
 
 def make_rows(spec: AttentionSpec, batch: int, start: int, rows: int, kept: float = 1.0) -> list[RowSlice]:

@@ -18,8 +18,8 @@ import torch
 from common import append_record, format_table, median
 from gpu import graph_seconds
 
-from quire.attention.plan import AttentionSpec
 from quire.attention.rows import RowSlice
+from quire.attention.spec import AttentionSpec, equal_layers
 from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.ledger import PAGE_TOKENS, PageLedger
@@ -83,7 +83,9 @@ def make_case(case: Case) -> tuple[AttentionSpec, list[RowSlice]]:
     angle = torch.outer(torch.arange(context, device="cuda"), 1e4 ** (-torch.arange(half, device="cuda") / half))
     table = ChunkTable(ledger, layers, case.kv_heads, codec, arena=arena)
     group = case.q_heads // case.kv_heads
-    spec = AttentionSpec(table, layers, case.kv_heads, group, case.dim, DTYPE, angle.cos(), angle.sin())
+    spec = AttentionSpec(
+        table, equal_layers(layers, case.kv_heads, group, case.dim, rotation=0), DTYPE, ((angle.cos(), angle.sin()),)
+    )
     names = itertools.count(1)
     segments = [
         [(next(names), table.take(tokens // PAGE_TOKENS, codec)) for _ in range(count)] for count, tokens in case.levels
@@ -119,11 +121,11 @@ def quire_seconds(
         stages, backend.overlaps = own
         backend.launches = backend.launches._replace(seeded=replace(backend.launches.short, stages=stages))
     plan = backend.plan(rows)
-    queries = spec.num_kv_heads * spec.group_size
+    queries = spec.only.num_kv_heads * spec.only.group_size
     generator = torch.Generator("cuda").manual_seed(0)
-    size = len(rows), queries + 2 * spec.num_kv_heads, spec.head_dim
+    size = len(rows), queries + 2 * spec.only.num_kv_heads, spec.only.head_dim
     fused = torch.randn(size, generator=generator, device="cuda", dtype=DTYPE)
-    q, k, v = fused.split([queries, spec.num_kv_heads, spec.num_kv_heads], 1)
+    q, k, v = fused.split([queries, spec.only.num_kv_heads, spec.only.num_kv_heads], 1)
     assert plan.batch_size == len(rows), "rows are padded"
 
     def run() -> None:
@@ -222,9 +224,9 @@ def phase_seconds(spec: AttentionSpec, rows: list[RowSlice]) -> list[float]:
     backend = TritonAttention(spec)
     backend.overlaps = False
     plan = backend.plan(rows)
-    heads = spec.num_kv_heads
-    q = torch.randn(len(rows), heads * spec.group_size, spec.head_dim, device="cuda", dtype=DTYPE)
-    k, v = (torch.randn(len(rows), heads, spec.head_dim, device="cuda", dtype=DTYPE) for _ in range(2))
+    heads = spec.only.num_kv_heads
+    q = torch.randn(len(rows), heads * spec.only.group_size, spec.only.head_dim, device="cuda", dtype=DTYPE)
+    k, v = (torch.randn(len(rows), heads, spec.only.head_dim, device="cuda", dtype=DTYPE) for _ in range(2))
 
     def run() -> None:
         for layer in range(spec.num_layers):

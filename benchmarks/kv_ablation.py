@@ -196,7 +196,7 @@ class Samples:
                 part = window[layer][name][skip:].float()
                 if fits.rotated and name in ("keys", "key_grads"):
                     positions = torch.arange(skip, skip + len(part))
-                    part = rotate(part, *rotation(self.shape, self.window_tokens), positions)
+                    part = rotate(part, rotation(self.shape, self.window_tokens), positions)
                 parts.append(part)
         keys, values, key_grads, value_grads = (torch.cat(parts) for parts in found.values())
         if not fits.fisher:

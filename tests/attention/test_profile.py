@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from quire.attention.profile import column_sums, recovered
 from quire.attention.reference import attend_dense
+from quire.attention.spec import Scoring
 from quire.cache.retention.policies import PolicyChain, decide
 from tests.effort import examples
 
@@ -50,12 +51,12 @@ def test_blocks_add_up_to_the_matrix(n: int, cuts: list[int], window: int | None
     bounds = [0, *sorted({cut for cut in cuts if cut < n}), n]
     for low, high in itertools.pairwise(bounds):  # slices of the prompt ...
         rows = slice(low, high)
-        lse = attend_dense(q[rows], k[:, :high], v[:, :high], at[rows], at[:high], window).lse
+        lse = attend_dense(q[rows], k[:, :high], v[:, :high], at[rows], at[:high], Scoring(window)).lse
         for start in range(0, high, 16):  # ... over chunks of what came before
             columns = slice(start, min(high, start + 16))
             given = q[rows], k[:, columns], lse, at[rows], at[columns]
-            sums[:, columns] += column_sums(*given, window)
-            mass += recovered(*given, kept[:, columns], local, window)
+            sums[:, columns] += column_sums(*given, Scoring(window))
+            mass += recovered(*given, kept[:, columns], local, Scoring(window))
     assert sums.numpy() == pytest.approx(matrix.sum(1), rel=1e-5, abs=1e-6)
     near = (at[:, None] - at < local).numpy()
     assert mass.numpy() == pytest.approx((matrix * (kept.numpy()[:, None] | near)).sum((1, 2)), rel=1e-5, abs=1e-6)

@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed")
 
-from quire.attention.plan import AttentionSpec
 from quire.attention.reference import ReferenceAttention
+from quire.attention.spec import AttentionSpec
 from quire.attention.triton import TritonAttention
 
 from ..kernels import sharing

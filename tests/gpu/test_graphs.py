@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed")
 
-from quire.attention.plan import AttentionSpec
 from quire.attention.reference import ReferenceAttention
 from quire.attention.rows import RowSlice
+from quire.attention.spec import AttentionSpec
 from quire.attention.triton import TritonAttention
 from quire.engine.graphs import DecodeGraphs
 from quire.models.decoder import build_model

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.attention.plan import AttentionBackend, AttentionSpec
+from quire.attention.plan import AttentionBackend
 from quire.attention.rows import RowSlice
+from quire.attention.spec import Angles, AttentionSpec, Scoring, equal_layers
 from quire.cache.arena import Arena
 from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
@@ -55,21 +56,19 @@ def decode(
     arena = Arena(ledger.num_bytes, device)
     arena.data.fill_(0xFF)
     table = ChunkTable(ledger, shape.num_layers, shape.num_kv_heads, codec, arena=arena)
-    cos = sin = None
+    rotations: tuple[Angles, ...] = ()
     if shape.rope is not None:
         cos, sin = (torch.from_numpy(part).to(device) for part in shape.rope.tables(shape.max_context))
-    group = shape.num_q_heads // shape.num_kv_heads
-    spec = AttentionSpec(
-        table,
+        rotations = ((cos, sin),)
+    layers = equal_layers(
         shape.num_layers,
         shape.num_kv_heads,
-        group,
+        shape.num_q_heads // shape.num_kv_heads,
         shape.head_dim,
-        torch.float32,
-        cos,
-        sin,
-        shape.sliding_window,
+        rotation=0 if rotations else None,
+        scoring=Scoring(shape.sliding_window),
     )
+    spec = AttentionSpec(table, layers, torch.float32, rotations)
     model = build_model(shape, RandomWeights(shape), ops, torch.float32, device)
     backend = make_backend(spec)
     run = make_step(model, backend)
@@ -128,7 +127,7 @@ def decode_encoded(
     spec = encoded_spec(heads, codec_of(heads), sinks=1, device=device)
     assert shape.rope is not None
     cos, sin = (torch.from_numpy(part).to(device) for part in shape.rope.tables(shape.max_context))
-    spec = replace(spec, cos=cos, sin=sin)
+    spec = replace(spec, rotations=((cos, sin),))
     model = build_model(shape, RandomWeights(shape), ops, torch.float32, device)
     backend = make_backend(spec)
     run = make_step(model, backend)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from quire.attention.plan import AttentionBackend, AttentionPlan, AttentionSpec
+from quire.attention.plan import AttentionBackend, AttentionPlan
 from quire.attention.reference import ReferenceAttention
 from quire.attention.rows import RowSlice
+from quire.attention.spec import Angles, AttentionSpec, Scoring, equal_layers
 from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.sums import SumsCodec
@@ -43,14 +44,15 @@ def make_spec(
     arena = Arena(ledger.num_bytes, device)
     arena.data.fill_(0xFF)
     table = ChunkTable(ledger, shape.layers, shape.heads, codec, sums=SumsCodec() if sums else None, arena=arena)
-    cos = sin = None
+    rotations: tuple[Angles, ...] = ()
     if shape.rotate:
         angle = torch.outer(torch.arange(positions), 10000.0 ** (-torch.arange(shape.dim // 2) / (shape.dim // 2)))
-        cos, sin = angle.cos().float().to(device), angle.sin().float().to(device)
-    heads = shape.heads, shape.group, shape.dim
-    return AttentionSpec(
-        table, shape.layers, *heads, shape.dtype, cos, sin, shape.window, sparse_values=shape.sparse_values
-    )
+        rotations = ((angle.cos().float().to(device), angle.sin().float().to(device)),)
+    layers = equal_layers(
+        shape.layers, shape.heads, shape.group, shape.dim,
+        rotation=0 if rotations else None, scoring=Scoring(shape.window),
+    )  # fmt: skip
+    return AttentionSpec(table, layers, shape.dtype, rotations, sparse_values=shape.sparse_values)
 
 
 def run(backend: AttentionBackend, spec: AttentionSpec, steps: list[list[RowSlice]], seed: int) -> list[torch.Tensor]:
@@ -63,18 +65,18 @@ def run(backend: AttentionBackend, spec: AttentionSpec, steps: list[list[RowSlic
 
 def run_plan(plan: AttentionPlan, spec: AttentionSpec, rows: int, generator: torch.Generator) -> torch.Tensor:
     """Runs one step's plan on random activations; its output [L, R, H * G * D]."""
-    heads, layers = spec.num_kv_heads, []
-    queries = heads * spec.group_size
+    heads, layers = spec.only.num_kv_heads, []
+    queries = heads * spec.only.group_size
     for layer in range(spec.num_layers):
         # One fused tensor, as the decoder makes it: q, k and v are strided views.
         fused = (
-            torch.randn(rows, (queries + 2 * heads) * spec.head_dim, generator=generator)
+            torch.randn(rows, (queries + 2 * heads) * spec.only.head_dim, generator=generator)
             .to(spec.dtype)
             .to(spec.table.arena.device)
         )
         q, k, v = (
-            part.unflatten(1, (-1, spec.head_dim))
-            for part in fused.split([n * spec.head_dim for n in (queries, heads, heads)], 1)
+            part.unflatten(1, (-1, spec.only.head_dim))
+            for part in fused.split([n * spec.only.head_dim for n in (queries, heads, heads)], 1)
         )
         plan.write(layer, k, v)
         layers.append(plan.attend(layer, q).clone())

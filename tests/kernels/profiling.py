@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.attention.plan import AttentionPlan, AttentionSpec
+from quire.attention.plan import AttentionPlan
 from quire.attention.reference import ReferenceAttention
 from quire.attention.rows import Profiled, RowSlice
+from quire.attention.spec import AttentionSpec
 from quire.cache.ledger import PAGE_TOKENS
 
 from ..effort import whole
@@ -131,7 +132,7 @@ def recoveries(
     plan: AttentionPlan, spec: AttentionSpec, index: int, piece: RowSlice, random: np.random.Generator
 ) -> list[NDArray[np.float64]]:
     """Recovery of a slice under policies of which some keep nothing, and some everything; the last keeps all."""
-    shape, words = (spec.num_layers, spec.num_kv_heads), -(-(piece.start + piece.num_rows) // PAGE_TOKENS)
+    shape, words = (spec.num_layers, spec.only.num_kv_heads), -(-(piece.start + piece.num_rows) // PAGE_TOKENS)
     found = []
     for _ in range(3):
         kept = random.integers(0, 2**64, (*shape, words), np.uint64) * random.integers(0, 2, (*shape, words), np.uint64)

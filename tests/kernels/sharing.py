@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from quire.attention.partial import Partial, merge
-from quire.attention.plan import AttentionBackend, AttentionSpec
+from quire.attention.plan import AttentionBackend
 from quire.attention.reference import ReferenceAttention
 from quire.attention.rows import RowSlice
+from quire.attention.spec import AttentionSpec
 from quire.cache.ledger import PAGE_TOKENS
 
 from .harness import TOLERANCE, Shape, make_spec, relative_rms, run, slices_of, total_chunks
@@ -78,7 +79,7 @@ def fill(spec: AttentionSpec, slices: list[RowSlice], seed: int) -> None:
     arena = spec.table.arena.data.view(spec.dtype)
     arena.fill_(torch.nan)
     generator = torch.Generator().manual_seed(seed)
-    page_elements = 2 * PAGE_TOKENS * spec.head_dim
+    page_elements = 2 * PAGE_TOKENS * spec.only.head_dim
     stored: dict[int, int] = {}  # of each chunk, how many slots
     for piece in slices:
         for index, chunk in enumerate(piece.chunks[: -(-piece.start // PAGE_TOKENS)].tolist()):
@@ -86,8 +87,10 @@ def fill(spec: AttentionSpec, slices: list[RowSlice], seed: int) -> None:
     for chunk, slots in stored.items():
         for page in spec.table.pages[chunk].reshape(-1).tolist():
             at = page * 128 // spec.dtype.itemsize
-            body = arena[at : at + page_elements].view(2, PAGE_TOKENS, spec.head_dim)
-            body[:, :slots] = torch.randn(2, slots, spec.head_dim, generator=generator).to(spec.dtype).to(arena.device)
+            body = arena[at : at + page_elements].view(2, PAGE_TOKENS, spec.only.head_dim)
+            body[:, :slots] = (
+                torch.randn(2, slots, spec.only.head_dim, generator=generator).to(spec.dtype).to(arena.device)
+            )
 
 
 def check_forest(
@@ -181,7 +184,7 @@ def merged(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
 def read_counts(backend: Any, spec: AttentionSpec, slices: list[RowSlice]) -> NDArray[np.int32]:
     """How often the kernels read each chunk in one step, int32 [C, H], all layers together."""
     fill(spec, slices, 0)
-    shape = spec.table.capacity, spec.num_kv_heads
+    shape = spec.table.capacity, spec.only.num_kv_heads
     backend.reads = torch.zeros(shape, dtype=torch.int32, device=spec.table.arena.device)
     run(backend, spec, [slices], 0)
     return backend.reads.cpu().numpy()
@@ -198,7 +201,7 @@ def check_reads(make: MakeBackend, shape: Shape, num_rows: int, tile: int, devic
     common, own = slices[0].chunks[:10], np.concatenate([piece.chunks[10:] for piece in slices])
     assert (together[common] == spec.num_layers * times).all() and (alone[common] == spec.num_layers * num_rows).all()
     assert (together[own] == spec.num_layers).all() and (alone[own] == spec.num_layers).all()
-    assert together.sum() == spec.num_layers * spec.num_kv_heads * (10 * times + 3 * num_rows), "no page besides"
+    assert together.sum() == spec.num_layers * spec.only.num_kv_heads * (10 * times + 3 * num_rows), "no page besides"
 
 
 def check_slots_of_a_step(make: MakeBackend, dtype: torch.dtype, *, group: int, dim: int, device: str = "cpu") -> None:

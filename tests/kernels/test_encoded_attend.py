@@ -214,7 +214,7 @@ def test_keys_are_rotated_on_read_to_their_own_positions(make, query_at: int, ke
     angle = torch.outer(torch.arange(256), torch.tensor([1.0, 0.01, *[0.5] * 6]))
     shape = Shape(heads=1, group=1, dim=16, layers=1)
     codec = NuqCodec("nuq2", tables_of(torch.tensor([-1.0, 0.0, 1.0, 2.0]).expand(16, -1), (0.0, 0.5, 0.75, 1.0)))
-    spec = dataclasses.replace(encoded_spec(shape, codec), cos=angle.cos(), sin=angle.sin())
+    spec = dataclasses.replace(encoded_spec(shape, codec), rotations=((angle.cos(), angle.sin()),))
     rows = query_at + 1
     keys, values = torch.zeros(2, rows, 1, 16)
     keys[key_at, 0], values[key_at] = k, 1.0
@@ -225,7 +225,7 @@ def test_keys_are_rotated_on_read_to_their_own_positions(make, query_at: int, ke
     # One key has a score, `query_at` others have zero.
     assert (query_at * weight / (1 - weight)).log().item() == pytest.approx(dot, abs=2e-4)
     both = torch.stack((q, k))[:, None]
-    a, b = rotate(both, spec.cos, spec.sin, torch.tensor([query_at, key_at]))[:, 0]
+    a, b = rotate(both, spec.angles(0), torch.tensor([query_at, key_at]))[:, 0]
     assert (a @ b).item() == pytest.approx(dot, abs=1e-5)
 
 
@@ -233,7 +233,7 @@ def test_the_worked_rotation() -> None:
     angle = torch.outer(torch.arange(16), torch.tensor([1.0, 0.01]))
     q, k = torch.tensor([1.0, 2, 3, 4]), torch.tensor([2.0, 0, -1, 1])
     for query_at, key_at, dot in ((0, 0, 3.0), (5, 5, 3.0), (3, 1, -1.909738), (12, 10, -1.909738)):
-        a, b = rotate(torch.stack((q, k))[:, None], angle.cos(), angle.sin(), torch.tensor([query_at, key_at]))[:, 0]
+        a, b = rotate(torch.stack((q, k))[:, None], (angle.cos(), angle.sin()), torch.tensor([query_at, key_at]))[:, 0]
         assert (a @ b).item() == pytest.approx(dot, abs=1e-5)
 
 

@@ -108,7 +108,7 @@ def test_a_prompt_in_slices_has_the_profile_of_the_whole_matrix(make, window: in
     q = 3 * torch.randn(length, 4, 16, generator=generator)
     k, v = torch.randn(2, length, 2, 16, generator=generator)
     at = torch.arange(length)
-    turned = [rotate(x, spec.cos, spec.sin, at).double() for x in (q, k)]
+    turned = [rotate(x, spec.angles(0), at).double() for x in (q, k)]
     scores = torch.einsum("rhgd,thd->hgrt", turned[0].unflatten(1, (2, 2)), turned[1]) / 4
     seen = (at[:, None] >= at) & (at[:, None] - at < (window or length))
     matrix = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1).mean(1).numpy()

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.attention.cpu import CpuAttention
-from quire.attention.plan import AttentionSpec
 from quire.attention.reference import NEVER_SEEN, ReferenceAttention, attend_dense
 from quire.attention.rows import RowSlice
+from quire.attention.spec import AttentionSpec, Scoring
 from quire.cache.ledger import UNIT
 from quire.cache.path import Path
 from quire.kernels import runtime
@@ -82,7 +82,7 @@ def test_the_reference_is_the_unrenormalised_sum_over_the_largest_weights(
     seen = (distance >= 0) & (distance < (window or tokens))
     expected, used = oracle(q, k, v, seen, own, share)
     parts = (torch.from_numpy(part) for part in (q, k, v, np.array(own), positions))
-    found = attend_dense(*parts, window, share)
+    found = attend_dense(*parts, Scoring(window), share)
     np.testing.assert_allclose(found.o, expected, atol=2e-6)
     scores = np.einsum("rhgd,htd->rhgt", q, k) / 2
     np.testing.assert_allclose(found.lse, np.log((np.exp(scores) * seen[:, :, None]).sum(-1)), atol=1e-5)

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from quire.attention.columns import profiled_columns
-from quire.attention.plan import AttentionSpec, StepLayout, lay_out, sparse_singles
+from quire.attention.plan import StepLayout, lay_out, sparse_singles
 from quire.attention.rows import RowSlice
+from quire.attention.spec import AttentionSpec
 from quire.cache.codecs import CODECS, load
 from quire.cache.ledger import PAGE_TOKENS
 from quire.kernels import runtime
@@ -67,7 +68,7 @@ class CpuAttention:
         self.encodes_by_layer = True
         self._last: CpuPlan | None = None
         # A tall piece reuses a page's scratch tiles. Beyond about 192 query rows, it leaves the second-level cache.
-        self.block_rows = 64 if spec.group_size <= 4 else 32
+        self.block_rows = 64 if spec.only.group_size <= 4 else 32
         table = spec.table
         place = CODECS[table.sealed_codec.name].cases["cpu"] if table.encodes else ""
         self._codec = load(place)(table.sealed_codec) if place else None
@@ -87,13 +88,13 @@ class CpuAttention:
             angles=self._angles.data_ptr() if self._angles is not None else None,
             sinks=table.sinks.num_tokens if table.sinks is not None else 0,
             dense_page=table.open_codec.page_bytes,
-            cos=spec.cos.data_ptr() if spec.cos is not None else None,
-            sin=spec.sin.data_ptr() if spec.sin is not None else None,
+            cos=spec.only.cos.data_ptr() if spec.only.cos is not None else None,
+            sin=spec.only.sin.data_ptr() if spec.only.sin is not None else None,
             L=spec.num_layers,
-            H=spec.num_kv_heads,
-            G=spec.group_size,
-            D=spec.head_dim,
-            window=spec.window or 0,
+            H=spec.only.num_kv_heads,
+            G=spec.only.group_size,
+            D=spec.only.head_dim,
+            window=spec.only.window or 0,
             kind=runtime.DTYPE_IDS[spec.dtype],
             sparse_values=spec.sparse_values,
         )
@@ -111,14 +112,14 @@ class CpuAttention:
         spec = self.spec
         # With a window, a row stops seeing its oldest chunk from time to time.
         last = self._last
-        if moved is not None and last is not None and spec.window is None and last.advance(slices, moved):
+        if moved is not None and last is not None and spec.only.window is None and last.advance(slices, moved):
             return last
         layout = lay_out(
             slices,
             block_rows=self.block_rows,
-            num_heads=spec.num_kv_heads,
+            num_heads=spec.only.num_kv_heads,
             workers=runtime.num_threads(),
-            window=spec.window,
+            window=spec.only.window,
             encodes=spec.table.encodes,
             strict=spec.strict,
         )
@@ -133,7 +134,11 @@ class CpuAttention:
         """A plan of rows that only read, one a slice: all chunks of a slice precede its row and have bases."""
         spec = self.spec
         layout = lay_out(
-            slices, block_rows=self.block_rows, num_heads=spec.num_kv_heads, workers=runtime.num_threads(), window=None
+            slices,
+            block_rows=self.block_rows,
+            num_heads=spec.only.num_kv_heads,
+            workers=runtime.num_threads(),
+            window=None,
         )
         layout.pieces[:, 4] = 0  # so that no piece ends after its row, and none writes
         return CpuPlan(self, layout, slices, only_reads=True)
@@ -147,13 +152,14 @@ class CpuAttention:
 
 def _turns(spec: AttentionSpec) -> torch.Tensor:
     """The rotation of keys by slot, bfloat16 [D / 2, 2, P, 2]: (cos, -sin), then (sin, cos)."""
-    half = spec.head_dim // 2
-    if spec.cos is None or spec.sin is None:
+    half = spec.only.head_dim // 2
+    if spec.only.cos is None or spec.only.sin is None:
         cos, sin = torch.ones(half, PAGE_TOKENS), torch.zeros(half, PAGE_TOKENS)
     else:
         # If the context is shorter than a page, the last slots have no angle. They are never filled.
         cos, sin = (
-            functional.pad(part[:PAGE_TOKENS].T, (0, max(0, PAGE_TOKENS - len(part)))) for part in (spec.cos, spec.sin)
+            functional.pad(part[:PAGE_TOKENS].T, (0, max(0, PAGE_TOKENS - len(part))))
+            for part in (spec.only.cos, spec.only.sin)
         )
     both = torch.stack((torch.stack((cos, -sin), -1), torch.stack((sin, cos), -1)), 1)
     return both.to(torch.bfloat16).contiguous()
@@ -163,9 +169,9 @@ def _angles(spec: AttentionSpec) -> torch.Tensor | None:
     """Cosines and sines of all positions, interleaved, bfloat16 [positions, D / 2, 2]. They rotate the keys of slots
     that have positions of their own.
     """
-    if spec.cos is None or spec.sin is None:
+    if spec.only.cos is None or spec.only.sin is None:
         return None
-    return torch.stack((spec.cos, spec.sin), -1).to(torch.bfloat16)
+    return torch.stack((spec.only.cos, spec.only.sin), -1).to(torch.bfloat16)
 
 
 class CpuPlan:
@@ -198,7 +204,7 @@ class CpuPlan:
         plan.decode = only_reads or (not plan.num_seals and len(written) == len(slices) == len({*written}))
         self._scratch: dict[str, torch.Tensor] = {}  # buffers of the backend that kernels write, by field of the plan
         if layout.num_staged:
-            page_bytes = spec.num_kv_heads * spec.table.open_codec.page_bytes
+            page_bytes = spec.only.num_kv_heads * spec.table.open_codec.page_bytes
             self._take_scratch(plan, staged=layout.num_staged * page_bytes)
         if any(piece.profiled is not None for piece in slices):
             self._profile(plan)
@@ -211,19 +217,19 @@ class CpuPlan:
             self._value_reads = backend.value_reads
             plan.value_reads = self._value_reads.data_ptr()
         if layout.num_partials:
-            heads = spec.num_kv_heads * spec.group_size
-            self._partial_o = np.empty((layout.num_partials, heads, spec.head_dim), np.float32)
+            heads = spec.only.num_kv_heads * spec.only.group_size
+            self._partial_o = np.empty((layout.num_partials, heads, spec.only.head_dim), np.float32)
             self._partial_lse = np.empty((layout.num_partials, heads), np.float32)
             plan.partial_o, plan.partial_lse = self._partial_o.ctypes.data, self._partial_lse.ctypes.data
         self.lse: torch.Tensor | None = None
         """Log-sum-exp of the last layer's rows, float32 [R, H * G], natural log; None unless the backend keeps it."""
         if backend.keeps_lse:
-            self.lse = torch.empty(plan.num_rows, spec.num_kv_heads * spec.group_size)
+            self.lse = torch.empty(plan.num_rows, spec.only.num_kv_heads * spec.only.group_size)
             plan.lse = self.lse.data_ptr()
         self._plan = plan
         self.address = ctypes.addressof(plan)
         self._attend = backend.kernels.quire_attend
-        self._width = spec.num_kv_heads * spec.group_size * spec.head_dim
+        self._width = spec.only.num_kv_heads * spec.only.group_size * spec.only.head_dim
         self._out: torch.Tensor | None = None
 
     def _take_scratch(self, plan: _Plan, **num_bytes: int) -> None:
@@ -236,7 +242,9 @@ class CpuPlan:
         spec = self._backend.spec
         starts = np.array([piece.start for piece in singles], np.int64)
         dropped = np.array([piece.num_dropped for piece in singles], np.int64)
-        low = np.maximum(0, starts + 1 - spec.window) // PAGE_TOKENS if spec.window is not None else 0 * starts
+        low = (
+            np.maximum(0, starts + 1 - spec.only.window) // PAGE_TOKENS if spec.only.window is not None else 0 * starts
+        )
         # With room for one more column, as the layout has.
         columns = starts // PAGE_TOKENS + 2 - dropped - low
         rows = np.empty((len(singles), 4), np.int64)
@@ -246,7 +254,7 @@ class CpuPlan:
         rows[:, 3] = [piece.reads_all for piece in singles]
         self._sparse_rows = rows
         plan.sparse_rows, plan.num_sparse_rows = rows.ctypes.data, len(rows)
-        places = int(columns.sum()) * spec.num_kv_heads * spec.group_size
+        places = int(columns.sum()) * spec.only.num_kv_heads * spec.only.group_size
         self._take_scratch(plan, sparse_scores=places * PAGE_TOKENS * 4, sparse_slots=places * 8)
 
     def _profile(self, plan: _Plan) -> None:
@@ -254,9 +262,9 @@ class CpuPlan:
         spec = self._backend.spec
         assert spec.table.sums is not None, "a slice is profiled, and the chunk table has no column sums"
         found = self._columns = profiled_columns(
-            self.slices, window=spec.window, encodes=spec.table.encodes, strict=spec.strict
+            self.slices, window=spec.only.window, encodes=spec.table.encodes, strict=spec.strict
         )
-        heads = spec.num_kv_heads * spec.group_size
+        heads = spec.only.num_kv_heads * spec.only.group_size
         plan.scored_rows = found.scored.ctypes.data
         plan.profiled_rows, plan.num_profiled_rows = found.rows.ctypes.data, len(found.rows)
         plan.profiles, plan.columns = found.profiles.ctypes.data, found.columns.ctypes.data
@@ -264,7 +272,7 @@ class CpuPlan:
         plan.kept_chunks, plan.num_kept_pages = found.kept_chunks.ctypes.data, len(found.kept_chunks)
         steps = self._backend.kernels.quire_query_steps(ctypes.addressof(plan))
         kept = spec.num_layers * found.num_kept * heads
-        key_bytes = PAGE_TOKENS * spec.head_dim * spec.dtype.itemsize
+        key_bytes = PAGE_TOKENS * spec.only.head_dim * spec.dtype.itemsize
         self._take_scratch(
             plan,
             lse=plan.num_rows * heads * 4,
@@ -273,14 +281,14 @@ class CpuPlan:
             limits=plan.num_rows * heads * 4,
             kept_queries=kept * steps * 4,
             kept_limits=kept * 4,
-            kept_keys=spec.num_layers * spec.num_kv_heads * len(found.kept_chunks) * key_bytes,
+            kept_keys=spec.num_layers * spec.only.num_kv_heads * len(found.kept_chunks) * key_bytes,
         )
 
     def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
         """See AttentionPlan."""
         spec, profiled = self._backend.spec, self.slices[slice_index].profiled
         assert profiled is not None and profiled.last_rows, f"no rows of slice {slice_index} are kept"
-        shape = spec.num_layers, spec.num_kv_heads
+        shape = spec.num_layers, spec.only.num_kv_heads
         assert kept.shape[:2] == shape == local.shape, f"{kept.shape} and {local.shape} for {shape} layers and heads"
         kept, local = np.ascontiguousarray(kept, np.uint64), np.ascontiguousarray(local, np.int64)
         found = np.empty(shape)

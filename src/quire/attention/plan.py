@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 
 from quire.attention.rows import RowSlice
 from quire.cache.ledger import PAGE_TOKENS
@@ -30,39 +29,12 @@ from quire.models.plan import StepPlan
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from quire.attention.pages import PageTable
 
 MIN_SHARED_CHUNKS = 2
 """Chunk reads that a shared run must save. If it saves fewer, merging costs more than reading."""
 
 MIN_SPLIT_CHUNKS = 4
 """Least chunks of a piece when a run is split. A partial over fewer costs more to merge than to compute."""
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """The arguments from which a backend is built.
-
-    table     the chunks; if sealed chunks are encoded, pages of every codec hold keys before rotation
-    cos, sin  float32 [positions, D / 2], or None for models that do not rotate
-    window    a row at position i sees only positions above i - window; None: it sees all
-    strict    whether rows see earlier chunks of their own slice as stored, not as computed
-    dtype     dtype of queries, keys, values, the output, and dense pages
-    sparse_values  S: a slice of one row, unless it `reads_all`, adds up only the values with the largest weights: those
-              of int(S * (n - 1)) of the n - 1 other slots that it sees, and its own. 1: all values
-    """
-
-    table: PageTable
-    num_layers: int
-    num_kv_heads: int
-    group_size: int
-    head_dim: int
-    dtype: torch.dtype
-    cos: torch.Tensor | None
-    sin: torch.Tensor | None
-    window: int | None = None
-    strict: bool = True
-    sparse_values: float = 1.0
 
 
 class AttentionPlan(StepPlan, Protocol):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.scores import visible_scores
+from quire.attention.spec import PLAIN, Scoring
 from quire.cache.ledger import PAGE_TOKENS
 
 FAR_TOKENS = PAGE_TOKENS
@@ -20,7 +21,7 @@ the last sealed chunk stays in a row of its own. All tokens before it are at lea
 
 
 def probabilities(
-    q: Tensor, k: Tensor, lse: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None = None
+    q: Tensor, k: Tensor, lse: Tensor, query_positions: Tensor, key_positions: Tensor, scoring: Scoring = PLAIN
 ) -> Tensor:
     """Each row's attention to some columns, averaged over the query heads of a kv head, float32 [R, H, T].
 
@@ -29,9 +30,9 @@ def probabilities(
     lse              float32 [R, H, G], over all tokens that the row sees, natural log; -inf for rows that do not count
     query_positions  [R]
     key_positions    [T] or [H, T]
-    window           number of positions that a row sees, its own the last; None: all up to its own
+    scoring          how the layer scores
     """
-    scores, _ = visible_scores(q, k, query_positions, key_positions, window)
+    scores, _ = visible_scores(q, k, query_positions, key_positions, scoring)
     return _of_each_head(scores, lse).mean(2)
 
 
@@ -41,13 +42,13 @@ def _of_each_head(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def column_sums(
-    q: Tensor, k: Tensor, lse: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None = None
+    q: Tensor, k: Tensor, lse: Tensor, query_positions: Tensor, key_positions: Tensor, scoring: Scoring = PLAIN
 ) -> Tensor:
     """The attention of all rows to each column, float32 [H, T]; see `probabilities`.
 
     The sums of a prompt add up over its slices, and over the rows of a prefix that was found in the cache.
     """
-    return probabilities(q, k, lse, query_positions, key_positions, window).sum(0)
+    return probabilities(q, k, lse, query_positions, key_positions, scoring).sum(0)
 
 
 def column_peaks(
@@ -57,14 +58,14 @@ def column_peaks(
     query_positions: Tensor,
     key_positions: Tensor,
     near: Tensor,
-    window: int | None = None,
+    scoring: Scoring = PLAIN,
 ) -> Tensor:
     """The largest attention that any query head of any row gives to each column at least `FAR_TOKENS` before it,
     float32 [H, T]; see `probabilities`. Attention to near tokens does not predict which old tokens a head will need.
 
     near  [T], positions of the columns; a column that is far from all rows may have any position that is far
     """
-    scores, _ = visible_scores(q, k, query_positions, key_positions, window)
+    scores, _ = visible_scores(q, k, query_positions, key_positions, scoring)
     is_far = query_positions[:, None] - near >= FAR_TOKENS
     return (_of_each_head(scores, lse) * is_far[:, None, None]).amax((0, 2))
 
@@ -77,7 +78,7 @@ def recovered(
     key_positions: Tensor,
     kept: Tensor,
     local: int,
-    window: int | None = None,
+    scoring: Scoring = PLAIN,
 ) -> Tensor:
     """The attention of all rows to the columns that a policy keeps, float32 [H]. Summed over all columns and divided by
     the number of rows that count, this is the policy's recovery.
@@ -86,4 +87,4 @@ def recovered(
     local  number of last tokens that each row also keeps, its own included
     """
     near = query_positions[:, None, None] - key_positions.expand(kept.shape) < local
-    return (probabilities(q, k, lse, query_positions, key_positions, window) * (near | kept)).sum((0, 2))
+    return (probabilities(q, k, lse, query_positions, key_positions, scoring) * (near | kept)).sum((0, 2))

@@ -1,7 +1,7 @@
 """Attention by its definition: dense, float32, explicit positions, no code shared with the fast backends. The oracle of
 their tests.
 
-o_i = sum_j softmax_j(q_i . k_j / sqrt(D)) v_j        over the stored positions j with i - window < j <= i
+o_i = sum_j softmax_j(score(q_i, k_j)) v_j        over the stored positions j with i - window < j <= i
 
 With sparse values the sum of a decode row runs over fewer j, with the same weights: see `chosen`.
 """
@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from quire.attention.partial import Partial
-from quire.attention.plan import AttentionSpec, StagedWrites
+from quire.attention.plan import StagedWrites
 from quire.attention.profile import column_peaks, column_sums, recovered
 from quire.attention.rows import RowSlice, wait_for
 from quire.attention.scores import visible_scores
+from quire.attention.spec import PLAIN, Angles, AttentionSpec, Scoring
 from quire.cache.codecs import Codec
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.table import ALL_SLOTS, ChunkTable
@@ -34,7 +35,7 @@ def attend_dense(
     v: torch.Tensor,
     query_positions: torch.Tensor,
     key_positions: torch.Tensor,
-    window: int | None = None,
+    scoring: Scoring = PLAIN,
     sparse_values: float = 1.0,
 ) -> Partial:
     """Partial attention of some rows over some tokens, already rotated.
@@ -45,7 +46,7 @@ def attend_dense(
     sparse_values    below 1: the tokens are all that the rows see, and the values of the `chosen` ones are added up
     returns          the Partial over the visible tokens
     """
-    scores, visible = visible_scores(q, k, query_positions, key_positions, window)
+    scores, visible = visible_scores(q, k, query_positions, key_positions, scoring)
     lse = torch.logsumexp(scores, -1)
     weight = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
     if sparse_values < 1:
@@ -83,15 +84,14 @@ def chosen(scores: torch.Tensor, visible: torch.Tensor, own: torch.Tensor, share
     return (rank < num_wanted) & others | own[:, :, None]
 
 
-def rotate(
-    x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, positions: torch.Tensor
-) -> torch.Tensor:
+def rotate(x: torch.Tensor, angles: Angles | None, positions: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of x [R, heads, D] at positions [R], halves paired; float32. Source: RoFormer, arXiv 2104.09864,
     in the half-split form.
     """
     x = x.float()
-    if cos is None or sin is None:
+    if angles is None:
         return x
+    cos, sin = angles
     c, s = cos[positions][:, None, :], sin[positions][:, None, :]
     a, b = x.chunk(2, -1)
     return torch.cat((a * c - b * s, b * c + a * s), -1)
@@ -144,7 +144,7 @@ class ReferencePlan:
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores un-rotated keys and values [R, H, D] in the slots of their positions, and encodes full chunks."""
         spec = self.spec
-        k = k.to(spec.dtype) if spec.table.encodes else rotate(k, spec.cos, spec.sin, self.positions).to(spec.dtype)
+        k = k.to(spec.dtype) if spec.table.encodes else rotate(k, spec.angles(layer), self.positions).to(spec.dtype)
         row = 0
         for piece, own in zip(self.slices, self._own, strict=True):
             end = piece.start + piece.num_rows
@@ -170,8 +170,9 @@ class ReferencePlan:
         """Attention of un-rotated queries [R, H * G, D] -> [R, H * G * D]."""
         spec = self.spec
         wait_for(self._ready, layer)
-        q = rotate(q, spec.cos, spec.sin, self.positions)
-        q = q.view(len(q), spec.num_kv_heads, spec.group_size, spec.head_dim)
+        of = spec.layers[layer]
+        q = rotate(q, spec.angles(layer), self.positions)
+        q = q.view(len(q), of.num_kv_heads, of.group_size, of.head_dim)
         out = []
         row = 0
         for number, (piece, own) in enumerate(zip(self.slices, self._own, strict=True)):
@@ -186,7 +187,7 @@ class ReferencePlan:
                 k, v, at = self._path([*stored, *computed], layer, piece.num_dropped)
                 rows = slice(row, row + count)
                 share = spec.sparse_values if piece.num_rows == 1 and not piece.reads_all else 1.0
-                found = attend_dense(q[rows], k, v, self.positions[rows], at, spec.window, share)
+                found = attend_dense(q[rows], k, v, self.positions[rows], at, of.scoring, share)
                 out.append(found.o)
                 if piece.profiled is not None:
                     seen = _Seen(q[rows], k, found.lse, self.positions[rows], at)
@@ -204,11 +205,11 @@ class ReferencePlan:
 
     def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
         """See AttentionPlan."""
-        spec, profiled = self.spec, self.slices[slice_index].profiled
+        profiled = self.slices[slice_index].profiled
         assert profiled is not None and profiled.last_rows, f"no rows of slice {slice_index} are kept"
         columns = (kept[..., None] >> np.arange(PAGE_TOKENS, dtype=np.uint64) & np.uint64(1)).astype(bool)
         columns = columns.reshape(*kept.shape[:2], -1)
-        found = np.zeros((spec.num_layers, spec.num_kv_heads))
+        found = np.zeros(kept.shape[:2])
         for layer, head in np.ndindex(found.shape):
             here = slice(head, head + 1)
             for seen in self._seen[slice_index, layer]:
@@ -221,7 +222,7 @@ class ReferencePlan:
                     seen.key_positions[here],
                     torch.from_numpy(columns[layer, here, :num_tokens]).to(seen.k.device),
                     int(local[layer, head]),
-                    spec.window,
+                    self._scoring(layer),
                 ).item()
         return found / profiled.last_rows
 
@@ -229,7 +230,7 @@ class ReferencePlan:
         """Adds the attention to the columns that `seen` holds to the sums in `rows` of the chunk table."""
         table = self._table_of_sums()
         sums = table.load_sums(rows)
-        added = column_sums(seen.q, seen.k, seen.lse, seen.positions, seen.key_positions, self.spec.window)
+        added = column_sums(seen.q, seen.k, seen.lse, seen.positions, seen.key_positions, self._scoring(layer))
         sums[layer] += added.cpu().numpy()
         table.store_sums(rows, sums)
 
@@ -239,10 +240,19 @@ class ReferencePlan:
         if len(seen.q):
             peaks = table.load_sums(rows)
             found = column_peaks(
-                seen.q, seen.k, seen.lse, seen.positions, seen.key_positions, near.to(seen.k.device), self.spec.window
+                seen.q,
+                seen.k,
+                seen.lse,
+                seen.positions,
+                seen.key_positions,
+                near.to(seen.k.device),
+                self._scoring(layer),
             )
             peaks[layer] = np.maximum(peaks[layer], found.cpu().numpy())
             table.store_sums(rows, peaks)
+
+    def _scoring(self, layer: int) -> Scoring:
+        return self.spec.layers[layer].scoring
 
     def _table_of_sums(self) -> ChunkTable:
         table = self.spec.table
@@ -264,16 +274,17 @@ class ReferencePlan:
         positions = [self._positions(chunk, index, layer) for index, chunk in enumerate(chunks, num_dropped)]
         at = torch.cat(positions, 1).to(k.device)
         if spec.table.encodes:
-            k = rotate(k.reshape(-1, 1, spec.head_dim), spec.cos, spec.sin, at.flatten()).view(k.shape)
+            k = rotate(k.reshape(-1, 1, k.shape[-1]), spec.angles(layer), at.flatten()).view(k.shape)
         return k, v, at.masked_fill(~self._seen_slots(chunks, layer).to(k.device), NEVER_SEEN)
 
     def _positions(self, chunk: int, index: int, layer: int) -> torch.Tensor:
         """Positions of a chunk's slots, int64 [H, P]. `index` is the chunk's index in its path."""
         table, slots = self.spec.table, torch.arange(PAGE_TOKENS)
+        num_heads = self.spec.layers[layer].num_kv_heads
         if chunk < 0:
-            return (index * PAGE_TOKENS + slots).expand(self.spec.num_kv_heads, -1)
+            return (index * PAGE_TOKENS + slots).expand(num_heads, -1)
         base = index * PAGE_TOKENS if table.bases[chunk] < 0 else int(table.bases[chunk])
-        found = (base + slots).repeat(self.spec.num_kv_heads, 1)
+        found = (base + slots).repeat(num_heads, 1)
         for head in np.flatnonzero(table.positions[chunk, layer] >= 0).tolist():
             ids = table.positions[chunk, layer, head : head + 1]
             found[head] = table.arena.load(ids, 4 * PAGE_TOKENS).view(torch.int32)[0]
@@ -282,7 +293,7 @@ class ReferencePlan:
     def _seen_slots(self, chunks: list[int], layer: int) -> torch.Tensor:
         """The slots that the masks of chunks show, bool [H, T]."""
         table = self.spec.table
-        masks = np.full((self.spec.num_kv_heads, len(chunks)), ALL_SLOTS, "<u8")
+        masks = np.full((self.spec.layers[layer].num_kv_heads, len(chunks)), ALL_SLOTS, "<u8")
         for index, chunk in enumerate(chunks):
             if chunk >= 0:
                 masks[:, index] = table.masks[chunk, layer]
@@ -292,15 +303,15 @@ class ReferencePlan:
         """The keys and values of a chunk in one layer, [H, P, D] each; zeros for a staged chunk that is not written,
         and for heads that keep nothing of the chunk, because other chunks may now have their pages.
         """
-        spec, table = self.spec, self.spec.table
-        shape, device = (spec.num_kv_heads, PAGE_TOKENS, spec.head_dim), table.arena.device
+        spec, table, of = self.spec, self.spec.table, self.spec.layers[layer]
+        shape, device = (of.num_kv_heads, PAGE_TOKENS, of.head_dim), table.arena.device
         if chunk < 0:
             empty = torch.zeros(shape, dtype=spec.dtype, device=device)
             return self._staged.get(chunk) or (empty, empty.clone())
         codec = table.codecs[int(table.kinds[chunk])]
         assert isinstance(codec, Codec), f"chunk {chunk} has pages of {codec.name}, with no keys and values"
         keys, values = [], []
-        for head in range(spec.num_kv_heads):
+        for head in range(of.num_kv_heads):
             if not table.masks[chunk, layer, head]:
                 keys.append(torch.zeros((1, *shape[1:]), device=device))
                 values.append(keys[-1].clone())
@@ -324,7 +335,7 @@ class ReferencePlan:
 
     def _store(self, codec: Codec, chunk: int, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         table = self.spec.table
-        for head in range(self.spec.num_kv_heads):
+        for head in range(self.spec.layers[layer].num_kv_heads):
             image = codec.encode(layer, head, keys[head : head + 1], values[head : head + 1])
             size = int(table.page_sizes(codec)[layer, head])
             table.arena.store(table.pages[chunk, layer, head : head + 1], size, image)

@@ -26,8 +26,8 @@ from torch import Tensor
 from quire.attention.encoded import encoded_tables
 from quire.attention.kernels.launch import common_launch, encoded_launches, launches
 from quire.attention.kernels.layout import MAX_PARTIALS, Tiles, lay_out
-from quire.attention.plan import AttentionSpec
 from quire.attention.rows import RowSlice
+from quire.attention.spec import AttentionSpec
 from quire.attention.triton_memory import Partials, TableMirror
 from quire.attention.triton_plan import TritonPlan, plan_offsets
 from quire.attention.triton_profile import ProfileMemory, StepProfile, page_id_of
@@ -74,18 +74,18 @@ class TritonAttention:
         table = spec.table
         device = table.arena.device
         assert spec.dtype == table.open_codec.dtype, f"queries in {spec.dtype}, pages in {table.open_codec.dtype}"
-        for angles in (spec.cos, spec.sin):
+        for angles in (spec.only.cos, spec.only.sin):
             if angles is not None:
                 assert angles.device.type == device.type and angles.dtype == torch.float32 and angles.is_contiguous()
         self.spec = spec
         self.device = device
         self.batch_sizes = BATCH_SIZES
-        self.tables = encoded_tables(table.sealed_codec, spec.head_dim, device) if table.encodes else None
+        self.tables = encoded_tables(table.sealed_codec, spec.only.head_dim, device) if table.encodes else None
         if self.tables is None:
-            self.launches = launches(spec.dtype, spec.group_size, spec.head_dim)
+            self.launches = launches(spec.dtype, spec.only.group_size, spec.only.head_dim)
         else:
             looks_up = self.tables.read_values is not None
-            self.launches = encoded_launches(spec.dtype, spec.group_size, spec.head_dim, looks_up)
+            self.launches = encoded_launches(spec.dtype, spec.only.group_size, spec.only.head_dim, looks_up)
         # The interpreter runs without a GPU. Eight processors are enough there to split and merge.
         on_gpu = device.type == "cuda"
         processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
@@ -96,10 +96,10 @@ class TritonAttention:
         # Tiles decoded in registers leave room for eight warps on a multiprocessor.
         at_once = 8 // short.warps if table.encodes else PIECES_PER_PROCESSOR
         self.tiles = Tiles(
-            spec.group_size,
-            spec.num_kv_heads,
+            spec.only.group_size,
+            spec.only.num_kv_heads,
             short.rows,
-            min(tall.rows, PAGE_TOKENS * spec.group_size) if table.encodes else tall.rows,
+            min(tall.rows, PAGE_TOKENS * spec.only.group_size) if table.encodes else tall.rows,
             processors * at_once,
             processors,
             MIN_SAVED_BYTES * spec.num_layers // table.chunk_bytes(table.sealed_codec) if on_gpu else 0,
@@ -155,7 +155,7 @@ class TritonAttention:
         if self._num_moved != self.spec.table.num_moved_pages:
             # Rows of the mirror may be stale, and only a new plan refreshes them.
             self._last, self._num_moved = None, self.spec.table.num_moved_pages
-        if moved is not None and not moved and self._last is not None and self.spec.window is None:
+        if moved is not None and not moved and self._last is not None and self.spec.only.window is None:
             self._last.advance()
             return self._last
         short, seeded, common, tallest = self.launches
@@ -164,13 +164,13 @@ class TritonAttention:
             batch_size = next((size for size in self.batch_sizes if size >= len(slices)), None)
         if batch_size is not None:
             warps = tallest.warps if self.tables else 4
-            common = common_launch(tallest, self.spec.group_size, batch_size, warps)
+            common = common_launch(tallest, self.spec.only.group_size, batch_size, warps)
         spec = self.spec
         layout = lay_out(
             slices,
             self.tiles,
-            spec.window,
-            max(1, common.rows // spec.group_size),
+            spec.only.window,
+            max(1, common.rows // spec.only.group_size),
             encodes=spec.table.encodes,
             strict=spec.strict,
         )
@@ -195,7 +195,7 @@ class TritonAttention:
         call may return the same buffer.
         """
         table = self.spec.table
-        size = count * self.spec.num_kv_heads * table.open_codec.page_bytes
+        size = count * self.spec.only.num_kv_heads * table.open_codec.page_bytes
         if len(self._staged) < size + UNIT:
             self._staged = torch.empty(size + UNIT, dtype=torch.uint8, device=self.device)
         return self._staged, page_id_of(self._staged, table)
@@ -203,10 +203,10 @@ class TritonAttention:
 
 def _turns(spec: AttentionSpec) -> Tensor | None:
     """Cosines and sines of the first P positions, which rotate the keys of a page by slot, float32 [2, D / 2, P]."""
-    if spec.cos is None or spec.sin is None:
+    if spec.only.cos is None or spec.only.sin is None:
         return None
-    turns = torch.zeros(2, spec.head_dim // 2, PAGE_TOKENS, device=spec.cos.device)
+    turns = torch.zeros(2, spec.only.head_dim // 2, PAGE_TOKENS, device=spec.only.cos.device)
     # If the context is shorter than a page, the last slots have no angle. They are never filled.
-    for turn, angles in zip(turns, (spec.cos, spec.sin), strict=True):
+    for turn, angles in zip(turns, (spec.only.cos, spec.only.sin), strict=True):
         turn[:, : len(angles)] = angles[:PAGE_TOKENS].T
     return turns

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from quire.attention.kernels.layout import MAX_PARTIALS
 from quire.attention.pages import PageTable
-from quire.attention.plan import AttentionSpec
+from quire.attention.spec import AttentionSpec
 from quire.cache.table import ALL_SLOTS
 
 
@@ -84,7 +84,7 @@ class Partials:
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
-        heads, device = (MAX_PARTIALS, spec.num_kv_heads), spec.table.arena.device
-        self.o = torch.empty(*heads, spec.group_size, spec.head_dim, dtype=torch.float32, device=device)
-        self.lse = torch.empty(*heads, spec.group_size, dtype=torch.float32, device=device)
+        heads, device = (MAX_PARTIALS, spec.only.num_kv_heads), spec.table.arena.device
+        self.o = torch.empty(*heads, spec.only.group_size, spec.only.head_dim, dtype=torch.float32, device=device)
+        self.lse = torch.empty(*heads, spec.only.group_size, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(heads, dtype=torch.int32, device=device)

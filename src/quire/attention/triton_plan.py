@@ -20,8 +20,8 @@ from quire.attention.kernels.encoded import attend_encoded
 from quire.attention.kernels.launch import Launch
 from quire.attention.kernels.layout import MAX_PARTIALS, PIECE_INTS, TileLayout
 from quire.attention.kernels.write import write
-from quire.attention.plan import AttentionSpec
 from quire.attention.rows import RowSlice, wait_for
+from quire.attention.spec import AttentionSpec
 from quire.attention.triton_profile import StepProfile, page_sizes
 from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import NuqCodec
@@ -175,12 +175,12 @@ class TritonPlan:
             self._new = layer, k, v
             return
         backend, spec = self._backend, self._backend.spec
-        _check(spec, k, spec.num_kv_heads, self.num_rows)
-        _check(spec, v, spec.num_kv_heads, self.num_rows)
-        write[(spec.num_kv_heads, triton.cdiv(self.num_rows, WRITE_ROWS))](
-            k, v, backend.arena, backend.mirror.pages, spec.cos, spec.sin, self.positions, self.write_chunk,
+        _check(spec, k, spec.only.num_kv_heads, self.num_rows)
+        _check(spec, v, spec.only.num_kv_heads, self.num_rows)
+        write[(spec.only.num_kv_heads, triton.cdiv(self.num_rows, WRITE_ROWS))](
+            k, v, backend.arena, backend.mirror.pages, spec.only.cos, spec.only.sin, self.positions, self.write_chunk,
             self._staged_id, self.num_rows, layer, k.stride(0), v.stride(0), ROWS=WRITE_ROWS,
-            ROTATE=spec.cos is not None and not spec.table.encodes, **page_sizes(spec), num_warps=4,
+            ROTATE=spec.only.cos is not None and not spec.table.encodes, **page_sizes(spec), num_warps=4,
             enable_fp_fusion=True,
         )  # fmt: skip
         self._encode(layer, 1)
@@ -191,7 +191,7 @@ class TritonPlan:
         backend, spec = self._backend, self._backend.spec
         tables, mirror, sinks = backend.tables, backend.mirror, spec.table.sinks
         assert tables is not None
-        grid = (spec.num_kv_heads, self._num_seals, num_layers)
+        grid = (spec.only.num_kv_heads, self._num_seals, num_layers)
         words, halves, octets = backend.views
         match tables.kernel_id:
             case GroupCodec.kernel_id:
@@ -215,18 +215,20 @@ class TritonPlan:
         backend, spec, partials = self._backend, self._backend.spec, self._backend.partials
         wait_for(self._ready, layer)
         rows = self.num_rows if len(q) != self.batch_size else self.batch_size
-        _check(spec, q, spec.num_kv_heads * spec.group_size, rows)
+        _check(spec, q, spec.only.num_kv_heads * spec.only.group_size, rows)
         k = v = None
         if self.is_decode:
             assert self._new is not None and self._new[0] == layer, f"attend of layer {layer} without its write"
             _, k, v = self._new
             self._new = None
-            _check(spec, k, spec.num_kv_heads, rows)
-            _check(spec, v, spec.num_kv_heads, rows)
-        out = torch.empty(rows, spec.num_kv_heads * spec.group_size * spec.head_dim, dtype=q.dtype, device=q.device)
+            _check(spec, k, spec.only.num_kv_heads, rows)
+            _check(spec, v, spec.only.num_kv_heads, rows)
+        out = torch.empty(
+            rows, spec.only.num_kv_heads * spec.only.group_size * spec.only.head_dim, dtype=q.dtype, device=q.device
+        )
         found_lse = None  # in base 2
         if backend.keeps_lse:
-            found_lse = torch.empty(rows, spec.num_kv_heads * spec.group_size, device=q.device)
+            found_lse = torch.empty(rows, spec.only.num_kv_heads * spec.only.group_size, device=q.device)
         # Pieces of padded rows follow the step's own.
         padded = self.batch_size is None or rows == self.batch_size
         short = self.short if padded else self.short[: self._num_short]
@@ -243,19 +245,19 @@ class TritonPlan:
             lse = found_lse if self.profile is None else self.profile.lse
             strides = layer, q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0)
             options = page_sizes(spec) | {
-                "G": spec.group_size, "ROWS": launch.rows, "WINDOW": spec.window or 0, "ROTATE": spec.cos is not None,
-                "SCALE": math.log2(math.e) / math.sqrt(spec.head_dim), "APPEND": append,
+                "G": spec.only.group_size, "ROWS": launch.rows, "WINDOW": spec.only.window or 0, "ROTATE": spec.only.cos is not None,
+                "SCALE": math.log2(math.e) / math.sqrt(spec.only.head_dim), "APPEND": append,
                 "SEEDED": is_short and self.shares, "num_warps": launch.warps, "num_stages": launch.stages,
                 "enable_fp_fusion": True,
             }  # fmt: skip
-            grid = (spec.num_kv_heads, len(pieces))
+            grid = (spec.only.num_kv_heads, len(pieces))
             if backend.tables is None:
                 del options["PAGE"]
                 options["OVERLAPS"] = backend.overlaps and self.shares and self.is_decode
                 if options["OVERLAPS"] and is_short:
                     options["launch_pdl"] = True
                 attend[grid](
-                    *inputs, backend.arena, backend.mirror.pages, self._masks, spec.cos, spec.sin, *lists, *left,
+                    *inputs, backend.arena, backend.mirror.pages, self._masks, spec.only.cos, spec.only.sin, *lists, *left,
                     lse, backend.reads, *strides, **options,
                 )  # fmt: skip
                 continue
@@ -263,8 +265,8 @@ class TritonPlan:
             mirror = backend.mirror
             placed = (None, None) if self._masks is None else (mirror.positions, mirror.bases)
             attend_encoded[grid](
-                *inputs, backend.arena, backend.views[0], mirror.pages, self._masks, *placed, mirror.sidecars, spec.cos,
-                spec.sin, backend.turns, tables.heads, tables.pairs, tables.read_keys, tables.read_values, *lists,
+                *inputs, backend.arena, backend.views[0], mirror.pages, self._masks, *placed, mirror.sidecars, spec.only.cos,
+                spec.only.sin, backend.turns, tables.heads, tables.pairs, tables.read_keys, tables.read_values, *lists,
                 *left, lse, backend.reads, self._staged_id, *strides, HP=tables.pairs_padded,
                 SINKS=sinks.num_tokens if sinks is not None else 0, KIND=tables.kernel_id,
                 KEY_PARTS=tables.key_parts, VALUE_PARTS=tables.value_parts,
@@ -294,7 +296,9 @@ def plan_offsets(num_rows: int, num_pieces: int, num_entries: int) -> tuple[int,
 
 
 def _check(spec: AttentionSpec, x: Tensor, heads: int, rows: int) -> None:
-    assert x.shape == (rows, heads, spec.head_dim), f"{tuple(x.shape)} where [{rows}, {heads}, {spec.head_dim}] belongs"
-    assert x.dtype == spec.dtype and x.stride(2) == 1 and (heads == 1 or x.stride(1) == spec.head_dim), (
+    assert x.shape == (rows, heads, spec.only.head_dim), (
+        f"{tuple(x.shape)} where [{rows}, {heads}, {spec.only.head_dim}] belongs"
+    )
+    assert x.dtype == spec.dtype and x.stride(2) == 1 and (heads == 1 or x.stride(1) == spec.only.head_dim), (
         f"{x.dtype} with strides {x.stride()}"
     )

@@ -22,9 +22,9 @@ from quire.attention.encoded import EncodedTables
 from quire.attention.kernels.launch import Launch, profile_launch, single_profile_launch
 from quire.attention.kernels.profile import keep_keys, place_queries, recover, sum_columns, sum_single_columns
 from quire.attention.pages import PageTable
-from quire.attention.plan import AttentionSpec
 from quire.attention.profile import FAR_TOKENS
 from quire.attention.rows import RowSlice
+from quire.attention.spec import AttentionSpec
 from quire.attention.triton_memory import TableMirror
 from quire.cache.ledger import PAGE_TOKENS, UNIT
 
@@ -89,12 +89,12 @@ class ProfileMemory:
         arena = spec.table.arena.data
         self.arena, self.sums = arena.view(spec.dtype), arena.view(torch.float32)
         self._words = None if tables is None else arena.view(torch.int32)
-        heads = spec.num_kv_heads * spec.group_size
+        heads = spec.only.num_kv_heads * spec.only.group_size
         self.lse = torch.empty(batch_size, heads, dtype=torch.float32, device=self.device)
-        self.queries = torch.empty(batch_size * heads * spec.head_dim, dtype=spec.dtype, device=self.device)
-        self.num_programs = max(1, -(-SINGLES_PER_PROCESSOR * processors // spec.num_kv_heads))
-        self.launch = profile_launch(spec.dtype, spec.group_size, spec.head_dim)
-        self.single_launch = single_profile_launch(spec.dtype, spec.group_size)
+        self.queries = torch.empty(batch_size * heads * spec.only.head_dim, dtype=spec.dtype, device=self.device)
+        self.num_programs = max(1, -(-SINGLES_PER_PROCESSOR * processors // spec.only.num_kv_heads))
+        self.launch = profile_launch(spec.dtype, spec.only.group_size, spec.only.head_dim)
+        self.single_launch = single_profile_launch(spec.dtype, spec.only.group_size)
         self.columns = torch.zeros(_HEADER + COLUMN_INTS * max_columns, dtype=torch.int32, device=self.device)
         self._scratch: dict[str, Tensor] = {}
 
@@ -116,7 +116,7 @@ class ProfileMemory:
             return (None,) * 8
         tables, mirror, spec = self.tables, self.mirror, self.spec
         positions = mirror.positions, mirror.bases, mirror.sidecars
-        return *positions, spec.cos, spec.sin, tables.heads, tables.pairs, tables.read_keys
+        return *positions, spec.only.cos, spec.only.sin, tables.heads, tables.pairs, tables.read_keys
 
 
 def page_id_of(scratch_buffer: Tensor, table: PageTable) -> int:
@@ -168,13 +168,15 @@ class StepProfile:
         self._singles = device[_HEADER:]
         self._tall = device[_HEADER + COLUMN_INTS * self._num_singles :]
         self._kept_indices = device[at_indices:] if self.num_kept else None
-        heads = spec.num_kv_heads * spec.group_size
+        heads = spec.only.num_kv_heads * spec.only.group_size
         self.lse, self._queries = memory.lse, memory.queries
         if batch_size is None:
             self.lse = memory.scratch_buffer("lse", len(kept_indices) * heads, torch.float32)
-            self._queries = memory.scratch_buffer("queries", len(kept_indices) * heads * spec.head_dim, spec.dtype)
+            self._queries = memory.scratch_buffer("queries", len(kept_indices) * heads * spec.only.head_dim, spec.dtype)
         count = spec.num_layers * heads * self.num_kept
-        self._kept_queries = memory.scratch_buffer("kept_queries", count * spec.head_dim, spec.dtype) if count else None
+        self._kept_queries = (
+            memory.scratch_buffer("kept_queries", count * spec.only.head_dim, spec.dtype) if count else None
+        )
         self._kept_lse = memory.scratch_buffer("kept_lse", count, torch.float32) if count else None
         self._num_pages = len(kept_chunks)
         self._kept_chunks = torch.from_numpy(kept_chunks).to(memory.device) if self._num_pages else None
@@ -203,12 +205,12 @@ class StepProfile:
         """
         memory, spec = self._memory, self._memory.spec
         sizes = page_sizes(spec)
-        heads = spec.num_kv_heads
-        place_queries[(heads, triton.cdiv(len(q) * spec.group_size, PLACE_ROWS))](
-            q, self._queries, self.lse, self._kept_indices, self._kept_queries, self._kept_lse, spec.cos, spec.sin,
-            positions, len(q), self.num_kept, layer, q.stride(0), H=heads, G=spec.group_size, D=spec.head_dim,
-            DP=sizes["DP"], ROWS=PLACE_ROWS, SCALE=math.log2(math.e) / math.sqrt(spec.head_dim),
-            ROTATE=spec.cos is not None, num_warps=4, enable_fp_fusion=True,
+        heads = spec.only.num_kv_heads
+        place_queries[(heads, triton.cdiv(len(q) * spec.only.group_size, PLACE_ROWS))](
+            q, self._queries, self.lse, self._kept_indices, self._kept_queries, self._kept_lse, spec.only.cos, spec.only.sin,
+            positions, len(q), self.num_kept, layer, q.stride(0), H=heads, G=spec.only.group_size, D=spec.only.head_dim,
+            DP=sizes["DP"], ROWS=PLACE_ROWS, SCALE=math.log2(math.e) / math.sqrt(spec.only.head_dim),
+            ROTATE=spec.only.cos is not None, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
         if self._num_pages:
             keep_keys[(heads, self._num_pages)](
@@ -232,7 +234,7 @@ class StepProfile:
         """See AttentionPlan."""
         assert slice_index in self._kept, f"no rows of slice {slice_index} are kept"
         memory, spec, rows = self._memory, self._memory.spec, self._kept[slice_index]
-        shape = spec.num_layers, spec.num_kv_heads
+        shape = spec.num_layers, spec.only.num_kv_heads
         assert kept.shape[:2] == shape == local.shape, f"{kept.shape} and {local.shape} for {shape} layers and heads"
         out = torch.empty(*shape, len(rows.chunks), dtype=torch.float32, device=memory.device)
         words, nearest, chunks = (
@@ -244,18 +246,18 @@ class StepProfile:
             self._kept_page, self._num_pages, self.num_kept, rows.first_index, rows.count, rows.first_position,
             rows.first_start, kept.shape[2], **self._options(memory.launch),
         )  # fmt: skip
-        return (out.double().sum(-1) / (spec.group_size * rows.count)).cpu().numpy()
+        return (out.double().sum(-1) / (spec.only.group_size * rows.count)).cpu().numpy()
 
     def _options(self, launch: Launch) -> dict[str, int | bool]:
         spec, tables, sinks = self._memory.spec, self._memory.tables, self._memory.spec.table.sinks
         return {
-            **page_sizes(spec), "G": spec.group_size, "ROWS": launch.rows, "WINDOW": spec.window or 0,
+            **page_sizes(spec), "G": spec.only.group_size, "ROWS": launch.rows, "WINDOW": spec.only.window or 0,
             "HP": 0 if tables is None else tables.pairs_padded,
             "SINKS": 0 if tables is None or sinks is None else sinks.num_tokens,
             "KIND": 0 if tables is None else tables.kernel_id,
             "KEY_PARTS": 0 if tables is None else tables.key_parts,
             "MOST_KEY_SLOTS": 0 if tables is None else tables.key_slots,
-            "ROTATE": tables is not None and spec.cos is not None,
+            "ROTATE": tables is not None and spec.only.cos is not None,
             "num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True,
         }  # fmt: skip
 
@@ -263,8 +265,8 @@ class StepProfile:
 def page_sizes(spec: AttentionSpec) -> dict[str, int]:
     """The compile-time constants of the page layout."""
     return {
-        "L": spec.num_layers, "H": spec.num_kv_heads, "D": spec.head_dim, "P": PAGE_TOKENS,
-        "DP": triton.next_power_of_2(spec.head_dim), "UNIT": UNIT // spec.dtype.itemsize,
+        "L": spec.num_layers, "H": spec.only.num_kv_heads, "D": spec.only.head_dim, "P": PAGE_TOKENS,
+        "DP": triton.next_power_of_2(spec.only.head_dim), "UNIT": UNIT // spec.dtype.itemsize,
         "PAGE": spec.table.open_codec.page_bytes // UNIT,
     }  # fmt: skip
 
@@ -286,7 +288,7 @@ class _StepColumns(NamedTuple):
 
 
 def _columns_of(slices: Sequence[RowSlice], written: Sequence[NDArray[np.int32]], spec: AttentionSpec) -> _StepColumns:
-    window = spec.window
+    window = spec.only.window
     counts = np.array([piece.num_rows for piece in slices], np.int64)
     first_rows = np.cumsum(counts) - counts
     numbers = [number for number, piece in enumerate(slices) if piece.profiled is not None]

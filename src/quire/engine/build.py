@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from quire.attention.plan import AttentionBackend, AttentionSpec
+from quire.attention.plan import AttentionBackend
 from quire.attention.reference import ReferenceAttention
+from quire.attention.spec import Angles, AttentionSpec, Scoring, equal_layers
 from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.sums import SumsCodec
@@ -280,23 +281,21 @@ def assemble(
         table = ChunkTable(ledger, *heads, *codecs, sinks=sinks, sums=sums, arena=arena)
     if tiers is not None and device.type == "cpu":
         populate_ahead(table.arena.data, AHEAD_BYTES)
-    cos = sin = None
+    rotations: tuple[Angles, ...] = ()
     if shape.rope is not None:
         cos, sin = (torch.from_numpy(part).to(device) for part in shape.rope.tables(fits.max_context))
-    spec = AttentionSpec(
-        table,
+        rotations = ((cos, sin),)
+    # A window that is at least as long as the context has no effect.
+    window = shape.sliding_window if (shape.sliding_window or 0) < fits.max_context else None
+    layers = equal_layers(
         shape.num_layers,
         shape.num_kv_heads,
         shape.num_q_heads // shape.num_kv_heads,
         shape.head_dim,
-        dtype,
-        cos,
-        sin,
-        # A window that is at least as long as the context has no effect.
-        shape.sliding_window if (shape.sliding_window or 0) < fits.max_context else None,
-        config.cache.strict,
-        config.cache.sparse_values,
+        rotation=None if shape.rope is None else 0,
+        scoring=Scoring(window),
     )
+    spec = AttentionSpec(table, layers, dtype, rotations, config.cache.strict, config.cache.sparse_values)
     eos = end_tokens(shape, tokenizer)
     attention, padded_rows = _attention(config, spec), _padded_rows(config)
     if config.offload.is_on:

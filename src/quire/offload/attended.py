@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from quire.attention.cpu import CpuAttention, CpuPlan
     from quire.attention.pages import PageTable
-    from quire.attention.plan import AttentionSpec
+    from quire.attention.spec import AttentionSpec
     from quire.attention.triton_plan import TritonPlan
     from quire.cache.arrays import Bools
     from quire.offload.host import HostMemory
@@ -59,8 +59,7 @@ def host_attention(spec: AttentionSpec, pages: PageTable) -> CpuAttention:
     """The backend that attends to far chunks on the host. spec: that of the device's backend."""
     from quire.attention.cpu import CpuAttention
 
-    cos, sin = (None if angles is None else angles.cpu() for angles in (spec.cos, spec.sin))
-    found = CpuAttention(dataclasses.replace(spec, table=pages, cos=cos, sin=sin))
+    found = CpuAttention(spec.on_host(pages))
     found.keeps_lse = True
     return found
 

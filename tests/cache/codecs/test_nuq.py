@@ -103,7 +103,7 @@ def test_rotated_keys_cost_a_hundred_times_the_error() -> None:
     k = torch.zeros(PAGE_TOKENS, 16)
     k[:, 0] = 10 + 0.1 * torch.linspace(-1, 1, PAGE_TOKENS)[torch.randperm(PAGE_TOKENS)]
     cos, sin = torch.outer(positions, torch.ones(8)).cos(), torch.outer(positions, torch.ones(8)).sin()
-    rotated = rotate(k[:, None], cos, sin, positions)[:, 0]
+    rotated = rotate(k[:, None], (cos, sin), positions)[:, 0]
     errors = []
     for keys in (k, rotated):
         codebooks = uniform_codebook(keys.amin(0), keys.amax(0), 3)

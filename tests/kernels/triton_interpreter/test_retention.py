@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.attention.plan import AttentionPlan, AttentionSpec
+from quire.attention.plan import AttentionPlan
 from quire.attention.reference import ReferenceAttention
+from quire.attention.spec import AttentionSpec
 from quire.attention.triton import TritonAttention
 from quire.engine.graphs import DecodeGraphs
 from quire.engine.outputs import RequestOutput
@@ -117,15 +118,15 @@ class Attending:
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
-        heads = spec.num_kv_heads * (spec.group_size + 2)
+        heads = spec.only.num_kv_heads * (spec.only.group_size + 2)
         generator = torch.Generator().manual_seed(0)
-        self.rows = torch.randn(spec.num_layers, 50, heads, spec.head_dim, generator=generator).to(spec.dtype)
+        self.rows = torch.randn(spec.num_layers, 50, heads, spec.only.head_dim, generator=generator).to(spec.dtype)
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         found = []
         for layer, rows in enumerate(self.rows):
-            num_kv = self.spec.num_kv_heads
-            q, k, v = rows[tokens].split([num_kv * self.spec.group_size, num_kv, num_kv], 1)
+            num_kv = self.spec.only.num_kv_heads
+            q, k, v = rows[tokens].split([num_kv * self.spec.only.group_size, num_kv, num_kv], 1)
             plan.write(layer, k, v)
             found.append(plan.attend(layer, q)[: len(tokens)])
         return torch.cat(found, 1)

@@ -24,8 +24,9 @@ import torch
 from numpy.typing import NDArray
 
 from quire.attention.cpu import CpuAttention, CpuPlan
-from quire.attention.plan import AttentionBackend, AttentionSpec
+from quire.attention.plan import AttentionBackend
 from quire.attention.rows import RowSlice
+from quire.attention.spec import AttentionSpec
 from quire.cache.arena import Arena
 from quire.cache.counts import ChunkCounts
 from quire.cache.ledger import PAGE_TOKENS, UNIT, PageLedger
@@ -330,10 +331,10 @@ class AttentionTimer:
                 made.append(RowSlice(start, count, path))
             plan = self._backend.plan(made)
             rows = sum(count for _, count in slices)
-            heads = spec.num_kv_heads
+            heads = spec.only.num_kv_heads
             here, beside = spec.table.arena.device, self._beside
-            q = torch.zeros(rows, heads * spec.group_size, spec.head_dim, dtype=spec.dtype)
-            k = torch.zeros(rows, heads, spec.head_dim, dtype=spec.dtype, device=here)
+            q = torch.zeros(rows, heads * spec.only.group_size, spec.only.head_dim, dtype=spec.dtype)
+            k = torch.zeros(rows, heads, spec.only.head_dim, dtype=spec.dtype, device=here)
             device = here if beside is None else beside.device
             q = q.to(device)
             begun = finished(device)
@@ -365,11 +366,10 @@ def host_timer(spec: AttentionSpec, max_context: int, num_bytes: int) -> Attenti
     ledger = PageLedger(num_bytes // table.ledger.slab_bytes * table.ledger.slab_bytes, table.ledger.slab_bytes)
     sealed = (table.sealed_codec,) if table.encodes else ()
     pages = ChunkTable(
-        ledger, spec.num_layers, spec.num_kv_heads, table.open_codec, *sealed, sinks=table.sinks,
+        ledger, spec.num_layers, spec.only.num_kv_heads, table.open_codec, *sealed, sinks=table.sinks,
         arena=Arena(ledger.num_bytes),
     )  # fmt: skip
-    cos, sin = (None if angles is None else angles.cpu() for angles in (spec.cos, spec.sin))
-    spec = dataclasses.replace(spec, table=pages, cos=cos, sin=sin)
+    spec = spec.on_host(pages)
     attention = CpuAttention(spec)
     attention.keeps_lse = True
     return AttentionTimer(attention, spec, max_context, HostMemory(UNIT, table.arena.device))
