@@ -47,10 +47,11 @@ HERMES = ToolFormat(
     separator="\n</tool_call>\n<tool_call>\n",
     closer="\n</tool_call>",
     other_openers=("<tool_call>",),
+    tokens=("</tool_call>",),
     # Qwen3-Coder and GLM write arguments as tags.
     excluded_marks=("<function=", "<arg_key>"),
 )
-"""Hermes 2 Pro, Qwen 2.5, Qwen 3 and successors: tags around each call."""
+"""Hermes 2 Pro, Qwen 2.5, Qwen 3 and successors, SmolLM3, Granite 4: tags around each call."""
 
 LLAMA = ToolFormat(
     "llama",
@@ -78,4 +79,44 @@ MISTRAL = ToolFormat(
 )
 """Mistral's instruction models: a token, then a list of calls, whose ids have nine letters and digits."""
 
-FORMATS = (MISTRAL, HERMES, LLAMA)
+GRANITE = ToolFormat(
+    "granite",
+    marks=("<|tool_call|>",),
+    # Phi's tokens have the same name.
+    excluded_marks=("<|tool|>",),
+    opener="<|tool_call|>[",
+    separator=", ",
+    closer="]",
+    other_openers=("<|tool_call|> [", "<|tool_call|>", "<tool_call>[", "<tool_call>"),
+    results_role="tool_response",
+)
+"""Granite 3: a token, then a list of calls."""
+
+PHI = ToolFormat(
+    "phi",
+    marks=("<|tool|>", "<|tool_call|>"),
+    tokens=("<|/tool_call|>",),
+    opener="<|tool_call|>[",
+    separator=", ",
+    closer="]<|/tool_call|>",
+    other_openers=("<|tool_call|> [", "<|tool_call|>"),
+    results_role="tool_response",
+    lists_in_system=True,
+)
+"""Phi-4-mini: a list of calls between two tokens. Its template takes the tools in the system message."""
+
+COHERE = ToolFormat(
+    "cohere",
+    marks=("<|START_ACTION|>",),
+    tokens=("<|END_ACTION|>",),
+    opener="<|START_ACTION|>[\n    ",
+    separator=",\n    ",
+    closer="\n]<|END_ACTION|>",
+    key="parameters",
+    name_key="tool_name",
+    id_key="tool_call_id",
+    other_openers=("<|START_ACTION|>[", "<|START_ACTION|>"),
+)
+"""Command R7B and Command A: a list of calls between two tokens, each with its number in the answer."""
+
+FORMATS = (MISTRAL, HERMES, LLAMA, GRANITE, PHI, COHERE)

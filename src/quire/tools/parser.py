@@ -83,7 +83,9 @@ class CallParser:
         self._most_opener = max(map(len, self._openers), default=0)
         self._seps = self._separators()
         self._keys = (format_.key,) if is_exact else (format_.key, *KEYS)
-        head = rf'\{{\s*"name"\s*:\s*({STRING})\s*,\s*"(?:{"|".join(self._keys)})"\s*:\s*'
+        id_ = rf'(?:"{format_.id_key}"\s*:\s*(?:{STRING}|\d+)\s*,\s*)?' if format_.id_key else ""
+        name, keys = "|".join({format_.name_key: None, "name": None}), "|".join(self._keys)
+        head = rf'\{{\s*{id_}"(?:{name})"\s*:\s*({STRING})\s*,\s*"(?:{keys})"\s*:\s*'
         self._head = re.compile(head, re.DOTALL)
         # Empty arguments are not streamed if the call continues: another key may have the real arguments.
         self._filled = re.compile(r"\{" if is_exact else r'\{\s*(?:"|\}\s*[^\s,}])')
@@ -237,7 +239,7 @@ class CallParser:
         opening = _BLANKS if self._is_start or self._is_exact else _OPENING
         end, most = _end(opening, self._held, self._at), self._at + HEAD_CHARS - len(self._raw)
         part = self._held[self._at : min(end, most)]
-        if not self._format.opener.endswith("["):
+        if not self._format.opener.rstrip().endswith("["):
             self._num_lists += part.count("[")
         self._raw, self._at = self._raw + part, self._at + len(part)
         if end > most:
