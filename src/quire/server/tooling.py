@@ -15,11 +15,10 @@ from quire.server.responses_schema import ResponsesRequest
 from quire.server.schema import refused_as
 from quire.structured.params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from quire.structured.schemas import UnsupportedSchemaError, prepare_schema
-from quire.tools.answer_parser import AnswerParser
+from quire.tools.answer_parser import AnswerParser, call_parser
 from quire.tools.calls import Tool
 from quire.tools.format import ToolFormat
 from quire.tools.formats import format_of
-from quire.tools.parser import CallParser
 from quire.tools.reasoning import ReasoningFormat, ReasoningParser, reasoning_of
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class Tooling:
             structure = format_.structure(tools, choice, tokenizer.added_id, wanted)
         except UnsupportedSchemaError as error:
             raise _refused(error, dict(zip(params, tools, strict=True)), body.structure_param) from None
-        marks = (*format_.marks, *format_.tokens, *([] if reasoning is None else [reasoning.ends]))
+        marks = (*format_.shown_marks, *([] if reasoning is None else [reasoning.ends]))
         shows = any(tokenizer.added_id(mark) in tokenizer.special_ids for mark in marks)
         has_constraint = wanted is not None and choice.mode == "auto"
         parallel = choice.parallel
@@ -98,10 +97,8 @@ class Tooling:
         """A parser for one answer to a prompt."""
         calls = None
         if self.tools:
-            names = {tool.name for tool in self.tools}
-            most = None if self.is_parallel else 1
-            is_exact = self.structure is not None
-            calls = CallParser(self.format, names, most=most, is_exact=is_exact, is_either=self.has_constraint)
+            most, is_exact = None if self.is_parallel else 1, self.structure is not None
+            calls = call_parser(self.format, self.tools, most=most, is_exact=is_exact, is_either=self.has_constraint)
         if self.reasoning is None or self._prompt_ends_with(self.reasoning.ends, prompt_ids):  # the prompt disables it
             return AnswerParser(None, calls, self.around)
         is_inside = self._prompt_ends_with(self.reasoning.begins, prompt_ids)

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from quire.tools.calls import AnswerDelta, TextDelta
+from collections.abc import Sequence
+
+from quire.tools.calls import AnswerDelta, TextDelta, Tool
+from quire.tools.format import ToolFormat
+from quire.tools.named_format import NamedFormat
+from quire.tools.named_parser import NamedCallParser
 from quire.tools.parser import CallParser
 from quire.tools.reasoning import MarkDropper, ReasoningParser
+
+
+def call_parser(
+    format_: ToolFormat,
+    tools: Sequence[Tool],
+    *,
+    most: int | None = None,
+    is_exact: bool = False,
+    is_either: bool = False,
+) -> CallParser | NamedCallParser:
+    """A parser for the calls of one answer. See CallParser."""
+    if isinstance(format_, NamedFormat):
+        return NamedCallParser(format_, tools, most=most, is_exact=is_exact, is_either=is_either)
+    names = {tool.name for tool in tools}
+    return CallParser(format_, names, most=most, is_exact=is_exact, is_either=is_either)
 
 
 class AnswerParser:
@@ -18,7 +38,7 @@ class AnswerParser:
     def __init__(
         self,
         reasoning: ReasoningParser | None = None,
-        calls: CallParser | None = None,
+        calls: CallParser | NamedCallParser | None = None,
         around: tuple[str, ...] = (),
     ) -> None:
         self._reasoning = reasoning

@@ -64,6 +64,12 @@ class ToolFormat:
         """An id for a call."""
         return self.id_prefix + "".join(secrets.choice(_LETTERS) for _ in range(self.id_length))
 
+    @property
+    def shown_marks(self) -> tuple[str, ...]:
+        """The texts in calls that become tokens if the tokenizer has them."""
+        around = "".join([self.opener, self.separator or "", self.closer, *self.other_openers])
+        return (*(mark for mark in self.marks if mark in around), *self.tokens)
+
     def write(self, calls: Sequence[Call]) -> str:
         """The text of calls."""
         texts = [self._write_call(call, number) for number, call in enumerate(calls)]
@@ -140,14 +146,14 @@ class ToolFormat:
         calls = " ".join(["call", f"({' '.join([*separator, 'call'])})*" if several else "", *closer])
         rules = [
             "call: " + " | ".join(f"call_{place}" for place in range(len(wanted))),
-            *(self._rules(place, tool, choice) for place, tool in enumerate(wanted)),
+            *(self._rules(place, tool, choice, token_of) for place, tool in enumerate(wanted)),
         ]
         if choice.mode == "required":
             start = [f"start: {' '.join(opener)} {calls}"]
         elif constraint is not None:
             start = [f"start: {' '.join(opener)} {calls} | form", f"form: {constraint}"]
         elif not opener:
-            start = [f"start: {calls} | OTHER", r"OTHER: /[ \n]*([^{ \n](.|\n)*)?/"]
+            start = [f"start: {calls} | OTHER", f"OTHER: {self._other(wanted)}"]
         else:
             first, *_ = self._pieces(self.opener)
             if token_of(first) is None:
@@ -191,25 +197,36 @@ class ToolFormat:
         pieces = re.split("(" + "|".join(map(re.escape, marks)) + ")", text) if marks else [text]
         return [piece for piece in pieces if piece]
 
-    def _rules(self, place: int, tool: Tool, choice: ToolChoice) -> str:
-        given = tool.arguments if choice.mode == "required" or tool.strict else {"type": "object"}
-        schema = json.dumps(schemas.prepare_schema(given))
+    def _other(self, tools: Sequence[Tool]) -> str:
+        """An answer that is not calls, as a term of Lark, in a format whose calls have no opener."""
+        return r"/[ \n]*([^{ \n](.|\n)*)?/"
+
+    def _schema(self, tool: Tool, choice: ToolChoice) -> Any:
+        """The schema that arguments must fit, prepared."""
+        return schemas.prepare_schema(
+            tool.arguments if choice.mode == "required" or tool.strict else {"type": "object"}
+        )
+
+    def _rules(self, place: int, tool: Tool, choice: ToolChoice, token_of: TokenOf) -> str:
+        schema = json.dumps(self._schema(tool, choice))
         head = json.dumps(f'"{self.name_key}": {json.dumps(tool.name)}, "{self.key}": ')
         begin = json.dumps("{" + (f'"{self.id_key}": "' if self.id_key else ""))
-        id_ = rf'/[0-9]{{1,3}}/ "\", "' if self.id_key else ""
+        id_ = r'/[0-9]{1,3}/ "\", "' if self.id_key else ""
         return f'call_{place}: {begin} {id_} {head} arguments_{place} "}}"\narguments_{place}: %json {schema}'
 
 
+def calls_of(message: Message) -> list[Call]:
+    """The calls of an earlier answer. Their arguments may be given as an object or as its text."""
+    given = [(call.get("id", ""), call["function"]) for call in message.get("tool_calls") or ()]
+    return [Call(id_, function["name"], _written(function.get("arguments", {}))) for id_, function in given]
+
+
 def _written(arguments: Any) -> str:
-    """Arguments as JSON text, given as an object or as that text."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _as_text(format_: ToolFormat, message: Message) -> dict[str, Any]:
-    calls = [
-        Call(call.get("id", ""), call["function"]["name"], _written(call["function"].get("arguments", {})))
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = calls_of(message)
     content = message.get("content") or ""
     if message["role"] == "tool":
         result = json.dumps({"tool_call_id": message.get("tool_call_id"), "result": content}, ensure_ascii=False)
