@@ -17,11 +17,11 @@ from tests.effort import tries
 from tests.tools.test_formats import cuts_of, gathered
 
 EVERY = {each.name: each for each in NAMED_FORMATS}
-STRING, NUMBER, FLAG = {"type": "string"}, {"type": "number"}, {"type": "boolean"}
+STRING, NUMBER, FLAG, MAYBE = ({"type": name} for name in ("string", "number", "boolean", ["string", "null"]))
 TOOLS = [
     Tool("weather", parameters={"type": "object", "properties": {"city": STRING, "days": {"type": "array"},
                                                                  "note": STRING, "place": {"type": "object"}}}),
-    Tool("add", parameters={"type": "object", "properties": {"a": NUMBER, "b": FLAG, "c": {"type": ["string", "null"]}}}),
+    Tool("add", parameters={"type": "object", "properties": {"a": NUMBER, "b": FLAG, "c": MAYBE}}),
     Tool("no_arguments"),
 ]  # fmt: skip
 ARGUMENTS: dict[str, list[dict[str, Any]]] = {
@@ -128,8 +128,10 @@ BERN = '{"city": "Bern"}'
          "<tool_call>add\n</tool_call>", "", [("weather", BERN), ("add", "{}")]),
         ("glm", "<tool_call>add<arg_key>a</arg_key><arg_value> 2 </arg_value><arg_key>c</arg_key>"
          "<arg_value>null</arg_value></tool_call>", "", [("add", '{"a": 2, "c": null}')]),
-        ("glm", "<tool_call>add<arg_key>a</arg_key><arg_value>two</arg_value></tool_call>", "", [("add", '{"a": "two"}')]),
-        ("glm", "<tool_call>add<arg_key>new</arg_key><arg_value>[1]</arg_value></tool_call>", "", [("add", '{"new": [1]}')]),
+        ("glm", "<tool_call>add<arg_key>a</arg_key><arg_value>two</arg_value></tool_call>", "",
+         [("add", '{"a": "two"}')]),
+        ("glm", "<tool_call>add<arg_key>new</arg_key><arg_value>[1]</arg_value></tool_call>", "",
+         [("add", '{"new": [1]}')]),
         ("olmo", "<function_calls>weather(city='Bern')\nadd(a=1, b=True, c=None)</function_calls>", "",
          [("weather", BERN), ("add", '{"a": 1, "b": true, "c": null}')]),
         ("olmo", "<function_calls>\nadd( a = 1 , b = true, )\n</function_calls> Done.", "Done.",
@@ -144,12 +146,14 @@ BERN = '{"city": "Bern"}'
         ("olmo", r'<function_calls>weather(city="B\x65\u0072\156\
 ", note="\ud83d\ude00\/\q")</function_calls>', "", [("weather", r'{"city": "Bern", "note": "\ud83d\ude00/\\q"}')]),
         ("gemma", "I call.\n```tool_code\nweather(city=\"Bern\")\n```", "I call.", [("weather", BERN)]),
-        ("gemma", "```tool_call\nweather(city=\"Bern\")\nadd()\n```\nDone.", "Done.", [("weather", BERN), ("add", "{}")]),
+        ("gemma", "```tool_call\nweather(city=\"Bern\")\nadd()\n```\nDone.", "Done.",
+         [("weather", BERN), ("add", "{}")]),
         ("functiongemma", "<start_function_call>call:weather{city:<escape>Bern<escape>}<end_function_call>", "",
          [("weather", BERN)]),
         ("functiongemma", "<start_function_call>call:weather{city:Bern , place:{x:1,y:<escape>,}<escape>},days:[a,2]}"
          "<end_function_call>", "", [("weather", '{"city": "Bern", "place": {"x": 1, "y": ",}"}, "days": ["a", 2]}')]),
-        ("functiongemma", "<start_function_call>call:weather{<escape>city<escape>:12}", "", [("weather", '{"city": "12"}')]),
+        ("functiongemma", "<start_function_call>call:weather{<escape>city<escape>:12}", "",
+         [("weather", '{"city": "12"}')]),
         ("glm4", 'add\n{"a": 1}', "", [("add", '{"a": 1}')]),
         ("glm4", '\nadd\n{"a": 1}\n', "", [("add", '{"a": 1}')]),
         ("glm4", 'add\n{"a": 1}<|assistant|>weather\n{"city": "Bern"}', "", [("add", '{"a": 1}'), ("weather", BERN)]),

@@ -48,8 +48,9 @@ class NamedFormat(ToolFormat):
         return found
 
     def _other(self, tools: Sequence[Tool]) -> str:
+        """Any text whose first line is not the name of a tool: the next line would decide too late."""
         names = "|".join(escaped(tool.name) for tool in tools)
-        return rf"/(.|\n)*/ & ~/[ \t\r\n]*({names})[ \t]*\n[ \t\r\n]*\{{(.|\n)*/"
+        return rf"/(.|\n)*/ & ~/[ \t\r\n]*({names})[ \t]*\n(.|\n)*/"
 
     def _rules(self, place: int, tool: Tool, choice: ToolChoice, token_of: TokenOf) -> str:
         return "\n".join(self.notation.rules(f"call_{place}", tool.name, self._schema(tool, choice), token_of))

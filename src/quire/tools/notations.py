@@ -64,9 +64,12 @@ class JsonNotation(Notation):
     def rules(self, rule: str, name: str, schema: Mapping[str, Any], token_of: TokenOf) -> list[str]:
         """See Notation."""
         arguments = f"{rule}_arguments"
-        id_ = f"{lark_term(self._id_mark, token_of)} /[a-zA-Z0-9]{{9}}/" if self._id_mark else ""
+        head = json.dumps(name) + (f" {lark_term(self._id_mark, token_of)} /[a-zA-Z0-9]{{9}}/" if self._id_mark else "")
+        # A mark that is no token is one literal with the name: a text without a call may begin with the name alone.
+        is_plain = token_of(self._mark) is None and not self._id_mark
+        begin = json.dumps(name + self._mark) if is_plain else f"{head} {lark_term(self._mark, token_of)}"
         return [
-            f"{rule}: {json.dumps(name)} {id_} {lark_term(self._mark, token_of)} {arguments}",
+            f"{rule}: {begin} {arguments}",
             f"{arguments}: %json {json.dumps(schema)}",
         ]
 
