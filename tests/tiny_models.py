@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.models.families import gguf_name
-from quire.models.shape import ModelShape, Rope
+from quire.models.families.names import gguf_names
+from quire.models.ffn.gated import GatedShape
+from quire.models.ffn.plain import PlainShape
+from quire.models.mixers.attention import AttentionShape
+from quire.models.norms import NormShape
+from quire.models.rope import Rope
+from quire.models.shape import LayerShape, ModelShape, NormPlaces
 from quire.models.weights import Checkpoint
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm", "opt", "opt-350m")
@@ -95,9 +101,14 @@ def save_broken(folder: Path) -> Path:
     return folder
 
 
+_LAYER_FIELDS = ("num_q_heads", "num_kv_heads", "head_dim", "qkv_bias", "o_bias", "qk_norm", "rope")
+
+
 def tiny_shape(family: str = "llama", **changes: Any) -> ModelShape:
-    """The shape of the same models without `transformers` or files; changes are ModelShape fields."""
-    gated: dict[str, Any] = {
+    """The shape of the same models without `transformers` or files. Changes are fields of ModelShape, or, for all
+    layers, of AttentionShape and of the feed-forward part; and num_layers, norm_eps, sliding_window and sums (of NormPlaces).
+    """
+    usual: dict[str, Any] = {
         "architecture": family,
         "vocab_size": BYTE_VOCAB,
         "hidden_size": 48,
@@ -111,6 +122,8 @@ def tiny_shape(family: str = "llama", **changes: Any) -> ModelShape:
         "dtype": "float32",
         "bos_token_id": 256,
         "eos_token_ids": (257,),
+        "sliding_window": None,
+        "bias": False,
     }
     special: dict[str, dict[str, Any]] = {
         "llama": {},
@@ -123,21 +136,34 @@ def tiny_shape(family: str = "llama", **changes: Any) -> ModelShape:
         },
         "mistral": {"sliding_window": 16},
         "qwen2": {"qkv_bias": True, "tied_embeddings": True},
-        "qwen3": {"qk_norm": True, "head_dim": 16},
+        "qwen3": {"qk_norm": "heads", "head_dim": 16},
         "opt": {
             "rope": None,
             "num_kv_heads": 4,
             "norm_eps": 1e-5,
             "qkv_bias": True,
             "o_bias": True,
-            "mlp_bias": True,
-            "activation": "relu",
+            "bias": True,
+            "learned_positions": True,
             "tied_embeddings": True,
         },
     }
-    fields = gated | special[family] | changes
+    fields = usual | special[family] | changes
     fields.setdefault("rope", Rope(theta=10000.0, dim=fields["head_dim"]))
-    return ModelShape(**fields)
+    of_ffn = {"ffn_size": fields.pop("ffn_size"), "bias": fields.pop("bias")}
+    of_mixer = {name: fields.pop(name) for name in _LAYER_FIELDS if name in fields}
+    mixer = AttentionShape(window=fields.pop("sliding_window"), **of_mixer)
+    norms = NormPlaces(inputs=not fields.get("sums"), sums=fields.pop("sums", False))
+    layer = LayerShape(mixer=mixer, norms=norms, ffn=PlainShape(**of_ffn) if family == "opt" else GatedShape(**of_ffn))
+    eps, num_layers = fields.pop("norm_eps"), fields.pop("num_layers")
+    norm = NormShape(eps, "layer", has_bias=True) if family == "opt" else NormShape(eps)
+    return ModelShape(layers=(layer,) * num_layers, norm=norm, **fields)
+
+
+def of_layers(shape: ModelShape, **changes: Any) -> ModelShape:
+    """A shape whose layers have another attention. Changes are fields of AttentionShape."""
+    layers = tuple(replace(layer, mixer=replace(layer.mixer, **changes)) for layer in shape.layers)
+    return replace(shape, layers=layers)
 
 
 class RandomWeights(Checkpoint):
@@ -239,7 +265,7 @@ def write_gguf(
             # What the converter does for rotation of neighbouring channels.
             values = values.view(heads, 2, -1, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
         if values.ndim == 1:
-            writer.add_tensor(gguf_name(name), values.numpy())
+            writer.add_tensor(gguf_names().stored(name).name, values.numpy())
             expected[name] = weights.tensor(name, torch.float32)
             continue
         part = name.split(".")[-2]
@@ -249,7 +275,7 @@ def write_gguf(
             if quantization.name in _CRAFTED
             else gguf.quants.quantize(values.numpy(), quantization)
         )
-        writer.add_tensor(gguf_name(name), stored, raw_dtype=quantization)
+        writer.add_tensor(gguf_names().stored(name).name, stored, raw_dtype=quantization)
         decoded = torch.from_numpy(np.array(gguf.quants.dequantize(stored, quantization))).reshape(values.shape)
         if shape.architecture == "llama" and name.split(".")[-2] in ("q", "k"):
             decoded = decoded.view(heads, -1, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
@@ -289,7 +315,7 @@ def _gguf_settings(shape: ModelShape) -> dict[str, Any]:
         f"{prefix}.feed_forward_length": shape.ffn_size,
         f"{prefix}.attention.head_count": shape.num_q_heads,
         f"{prefix}.attention.head_count_kv": shape.num_kv_heads,
-        f"{prefix}.attention.layer_norm_rms_epsilon": shape.norm_eps,
+        f"{prefix}.attention.layer_norm_rms_epsilon": shape.norm.eps,
         f"{prefix}.attention.key_length": shape.head_dim,
         f"{prefix}.attention.value_length": shape.head_dim,
     }
