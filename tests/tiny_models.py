@@ -28,6 +28,21 @@ from quire.models.weights import Checkpoint
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm", "opt", "opt-350m")
 
+OF_KINDS = (
+    "gemma2",
+    "gemma3_text",
+    "ministral3",
+    "phi3",
+    "phi4-mini",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "cohere2",
+    "glm4",
+)
+"""Families whose layers are of several kinds, or not of the usual one."""
+
 BOS, EOS = "<|bos|>", "<|eos|>"
 BYTE_VOCAB = 258
 """Ids of `byte_tokenizer`: 256 bytes, bos, eos."""
@@ -62,7 +77,81 @@ _OPT: dict[str, Any] = {
     "pad_token_id": 257,
     "dropout": 0.0,
 }
+_WINDOWED = _GATED | {"sliding_window": 16, "num_hidden_layers": 4, "head_dim": 16}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.05 * pair for pair in range(8)],
+    "long_factor": [1.5 + 0.5 * pair for pair in range(8)],
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": (
+        "Gemma2",
+        _WINDOWED | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "tie_word_embeddings": True},
+    ),
+    "gemma3_text": (
+        "Gemma3Text",
+        _WINDOWED
+        | {
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        _GATED
+        | {
+            "head_dim": 16,
+            "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "phi3": (
+        "Phi3",
+        _GATED
+        | {"hidden_size": 64, "original_max_position_embeddings": 32, "rope_parameters": _LONGROPE, "pad_token_id": 0},
+    ),
+    "phi4-mini": (
+        "Phi3",
+        _GATED
+        | {
+            "hidden_size": 64,
+            "sliding_window": 24,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": _LONGROPE
+            | {"short_factor": [1.0] * 6, "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0], "partial_rotary_factor": 0.75},
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3": ("SmolLM3", _GATED | {"num_hidden_layers": 4, "pad_token_id": 0, "tie_word_embeddings": True}),
+    "olmo2": ("Olmo2", _GATED),
+    "olmo3": (
+        "Olmo3",
+        _WINDOWED
+        | {
+            "rope_parameters": {
+                "full_attention": _YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            }
+        },
+    ),
+    "granite": (
+        "Granite",
+        _GATED
+        | {"embedding_multiplier": 3.0, "logits_scaling": 1.7, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
+    ),
+    "cohere2": ("Cohere2", _WINDOWED | {"logit_scale": 0.6, "tie_word_embeddings": True}),
+    "glm4": (
+        "Glm4",
+        _GATED
+        | {
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            "pad_token_id": 0,
+        },
+    ),
     "llama": ("Llama", _GATED),
     "smollm": ("Llama", _GATED | {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "mistral": ("Mistral", _GATED | {"sliding_window": 16}),
@@ -79,7 +168,7 @@ def save_tiny(folder: Path, family: str = "llama", seed: int = 0, tokenizer: boo
 
     name, settings = _SETTINGS[family]
     config = getattr(transformers, f"{name}Config")(**(settings | changes))
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor_name, tensor in model.named_parameters():
@@ -87,6 +176,37 @@ def save_tiny(folder: Path, family: str = "llama", seed: int = 0, tokenizer: boo
     model.save_pretrained(folder)
     if tokenizer:
         save_tokenizer(folder)
+    return folder
+
+
+def save_tiny_multimodal(folder: Path, family: str) -> Path:
+    """Write a random model of several parts as `transformers` saves it: gemma3, mistral3, or mistral3-TEXT with the text
+    model of another family.
+    """
+    import transformers
+
+    family, _, text = family.partition("-")
+    name, settings = _SETTINGS[{"gemma3": "gemma3_text", "mistral3": text or "mistral"}[family]]
+    text_config = getattr(transformers, f"{name}Config")(**settings)
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+    }
+    if family == "gemma3":
+        config: Any = transformers.Gemma3Config(text_config=text_config, vision_config={**vision, "patch_size": 14})
+        model: Any = transformers.Gemma3ForConditionalGeneration(config)
+    else:
+        vision_config = {**vision, "model_type": "pixtral", "patch_size": 14, "head_dim": 16}
+        config = transformers.Mistral3Config(text_config=text_config, vision_config=vision_config)
+        model = transformers.Mistral3ForConditionalGeneration(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor_name, tensor in model.named_parameters():
+            tensor.copy_(_random(tensor_name, tuple(tensor.shape), generator))
+    model.eval().save_pretrained(folder)
     return folder
 
 
@@ -106,7 +226,8 @@ _LAYER_FIELDS = ("num_q_heads", "num_kv_heads", "head_dim", "qkv_bias", "o_bias"
 
 def tiny_shape(family: str = "llama", **changes: Any) -> ModelShape:
     """The shape of the same models without `transformers` or files. Changes are fields of ModelShape, or, for all
-    layers, of AttentionShape and of the feed-forward part; and num_layers, norm_eps, sliding_window and sums (of NormPlaces).
+    layers, of AttentionShape and of the feed-forward part; and num_layers, norm_eps, sliding_window and `sums` of
+    NormPlaces.
     """
     usual: dict[str, Any] = {
         "architecture": family,

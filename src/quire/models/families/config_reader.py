@@ -85,7 +85,7 @@ class ConfigReader:
             ),
             "max_context": self.max_context(mixers),
             "norm": NormShape(self.settings.number("rms_norm_eps", 1e-6, least=0)),
-            "tied_embeddings": self.flag("tie_word_embeddings", tied),
+            "tied_embeddings": self._is_tied(tied),
         }
         return ModelShape(**self.base() | usual | fields)
 
@@ -105,9 +105,12 @@ class ConfigReader:
             ),
         }
 
-    def flag(self, key: str, default: bool = False) -> bool:
-        """A setting of the text model or of the whole file."""
-        return self.settings.flag(key, self.outer.flag(key, default))
+    def _is_tied(self, default: bool) -> bool:
+        """Whether embedding and head are tied. In a file of several parts, what it says of the whole holds."""
+        key = "tie_word_embeddings"
+        if self.outer is self.settings:
+            return self.settings.flag(key, default)
+        return self.outer.flag(key, self.settings.flag(key, True))
 
     def _of_either(self, key: str) -> Any:
         return self.settings.values.get(key) or self.outer.values.get(key)

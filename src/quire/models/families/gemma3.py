@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.errors import ModelError
 from quire.models.families import gemma2
 from quire.models.families.config_reader import FULL, SLIDING, ConfigReader
 from quire.models.families.family import Family
@@ -19,6 +20,8 @@ def _ropes(read: ConfigReader) -> dict[str, Rope]:
 
 
 def _shape(read: ConfigReader) -> ModelShape:
+    if read.settings.values.get("attn_logit_softcapping") is not None:
+        raise ModelError("a soft cap of scores is not supported for Gemma 3 (attn_logit_softcapping)")
     window = read.settings.count("sliding_window", 4096)
     ropes = _ropes(read)
     mixers = [
@@ -26,7 +29,6 @@ def _shape(read: ConfigReader) -> ModelShape:
             ropes[kind],
             window=window if kind == SLIDING else None,
             scale=read.settings.number("query_pre_attn_scalar", 256) ** -0.5,
-            soft_cap=gemma2.soft_cap(read, "attn_logit_softcapping", None),
             qk_norm="heads",
         )
         for kind in read.layer_types(read.every(read.settings.count("sliding_window_pattern", 6)))
