@@ -33,7 +33,8 @@ from quire.cache.table import ChunkTable
 from quire.models.decoder import build_model
 from quire.models.layers import Ops, torch_dtype
 from quire.models.plan import Model
-from quire.models.shape import ModelShape, Rope
+from quire.models.rope import Rope
+from quire.models.shape import ModelShape
 from quire.models.weights import Checkpoint
 
 LLAMA_3_8B = ModelShape(

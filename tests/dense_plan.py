@@ -22,10 +22,10 @@ class DensePlan:
 
     def __init__(self, shape: ModelShape, max_context: int | None = None) -> None:
         self.shape = shape
-        self._tables: tuple[Tensor, Tensor] | None = None
-        if shape.rope is not None:
-            cos, sin = shape.rope.tables(max_context or shape.max_context)
-            self._tables = torch.from_numpy(cos), torch.from_numpy(sin)
+        self._tables: list[tuple[Tensor, Tensor] | None] = []
+        for layer in shape.layers:
+            tables = None if layer.mixer.rope is None else layer.mixer.rope.tables(max_context or shape.max_context)
+            self._tables.append(None if tables is None else (torch.from_numpy(tables[0]), torch.from_numpy(tables[1])))
         self._lengths: dict[int, int] = {}
         self._stored: dict[
             tuple[int, int], tuple[Tensor, Tensor]
@@ -45,7 +45,7 @@ class DensePlan:
         return self._positions
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        k = self._rotate(k)
+        k = self._rotate(layer, k)
         for sequence, rows, _ in self._rows:
             new = k[rows].clone(), v[rows].clone()
             old = self._stored.get((layer, sequence))
@@ -54,23 +54,27 @@ class DensePlan:
             )
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        shape = self.shape
-        q = self._rotate(q).unflatten(1, (shape.num_kv_heads, -1))  # [R, H, G, D]
+        shape = self.shape.layers[layer].mixer
+        scale = 1 / math.sqrt(shape.head_dim) if shape.score_scale is None else shape.score_scale
+        q = self._rotate(layer, q).unflatten(1, (shape.num_kv_heads, -1))  # [R, H, G, D]
         out = torch.empty(len(q), shape.q_size, dtype=q.dtype)
         for sequence, rows, positions in self._rows:
             keys, values = self._stored[layer, sequence]
-            scores = torch.einsum("rhgd,shd->hgrs", q[rows].float(), keys.float()) / math.sqrt(shape.head_dim)
+            scores = torch.einsum("rhgd,shd->hgrs", q[rows].float(), keys.float()) * scale
+            if shape.soft_cap is not None:
+                scores = (scores / shape.soft_cap).tanh() * shape.soft_cap
             behind = positions[:, None] - torch.arange(len(keys))[None, :]
             visible = behind >= 0
-            if shape.sliding_window is not None:
-                visible &= behind < shape.sliding_window
+            if shape.window is not None:
+                visible &= behind < shape.window
             weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
             out[rows] = torch.einsum("hgrs,shd->rhgd", weights, values.float()).flatten(1).to(q.dtype)
         return out
 
-    def _rotate(self, x: Tensor) -> Tensor:
-        if self._tables is None:
+    def _rotate(self, layer: int, x: Tensor) -> Tensor:
+        tables = self._tables[layer]
+        if tables is None:
             return x
-        cos, sin = (table[self._positions][:, None] for table in self._tables)  # [R, 1, D/2]
+        cos, sin = (table[self._positions][:, None] for table in tables)  # [R, 1, D/2]
         first, second = x.float().chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

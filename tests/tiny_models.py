@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.models.families import gguf_name
-from quire.models.shape import ModelShape, Rope
+from quire.models.families.names import gguf_names
+from quire.models.ffn.gated import GatedShape
+from quire.models.ffn.plain import PlainShape
+from quire.models.mixers.attention import AttentionShape
+from quire.models.norms import NormShape
+from quire.models.rope import Rope
+from quire.models.shape import LayerShape, ModelShape, NormPlaces
 from quire.models.weights import Checkpoint
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm", "opt", "opt-350m")
+
+OF_KINDS = (
+    "gemma2",
+    "gemma3_text",
+    "ministral3",
+    "phi3",
+    "phi4-mini",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "cohere2",
+    "glm4",
+)
+"""Families whose layers are of several kinds, or not of the usual one."""
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 BYTE_VOCAB = 258
@@ -56,7 +77,81 @@ _OPT: dict[str, Any] = {
     "pad_token_id": 257,
     "dropout": 0.0,
 }
+_WINDOWED = _GATED | {"sliding_window": 16, "num_hidden_layers": 4, "head_dim": 16}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.05 * pair for pair in range(8)],
+    "long_factor": [1.5 + 0.5 * pair for pair in range(8)],
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": (
+        "Gemma2",
+        _WINDOWED | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "tie_word_embeddings": True},
+    ),
+    "gemma3_text": (
+        "Gemma3Text",
+        _WINDOWED
+        | {
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        _GATED
+        | {
+            "head_dim": 16,
+            "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "phi3": (
+        "Phi3",
+        _GATED
+        | {"hidden_size": 64, "original_max_position_embeddings": 32, "rope_parameters": _LONGROPE, "pad_token_id": 0},
+    ),
+    "phi4-mini": (
+        "Phi3",
+        _GATED
+        | {
+            "hidden_size": 64,
+            "sliding_window": 24,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": _LONGROPE
+            | {"short_factor": [1.0] * 6, "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0], "partial_rotary_factor": 0.75},
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3": ("SmolLM3", _GATED | {"num_hidden_layers": 4, "pad_token_id": 0, "tie_word_embeddings": True}),
+    "olmo2": ("Olmo2", _GATED),
+    "olmo3": (
+        "Olmo3",
+        _WINDOWED
+        | {
+            "rope_parameters": {
+                "full_attention": _YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            }
+        },
+    ),
+    "granite": (
+        "Granite",
+        _GATED
+        | {"embedding_multiplier": 3.0, "logits_scaling": 1.7, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
+    ),
+    "cohere2": ("Cohere2", _WINDOWED | {"logit_scale": 0.6, "tie_word_embeddings": True}),
+    "glm4": (
+        "Glm4",
+        _GATED
+        | {
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            "pad_token_id": 0,
+        },
+    ),
     "llama": ("Llama", _GATED),
     "smollm": ("Llama", _GATED | {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "mistral": ("Mistral", _GATED | {"sliding_window": 16}),
@@ -73,7 +168,7 @@ def save_tiny(folder: Path, family: str = "llama", seed: int = 0, tokenizer: boo
 
     name, settings = _SETTINGS[family]
     config = getattr(transformers, f"{name}Config")(**(settings | changes))
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor_name, tensor in model.named_parameters():
@@ -81,6 +176,37 @@ def save_tiny(folder: Path, family: str = "llama", seed: int = 0, tokenizer: boo
     model.save_pretrained(folder)
     if tokenizer:
         save_tokenizer(folder)
+    return folder
+
+
+def save_tiny_multimodal(folder: Path, family: str) -> Path:
+    """Write a random model of several parts as `transformers` saves it: gemma3, mistral3, or mistral3-TEXT with the text
+    model of another family.
+    """
+    import transformers
+
+    family, _, text = family.partition("-")
+    name, settings = _SETTINGS[{"gemma3": "gemma3_text", "mistral3": text or "mistral"}[family]]
+    text_config = getattr(transformers, f"{name}Config")(**settings)
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+    }
+    if family == "gemma3":
+        config: Any = transformers.Gemma3Config(text_config=text_config, vision_config={**vision, "patch_size": 14})
+        model: Any = transformers.Gemma3ForConditionalGeneration(config)
+    else:
+        vision_config = {**vision, "model_type": "pixtral", "patch_size": 14, "head_dim": 16}
+        config = transformers.Mistral3Config(text_config=text_config, vision_config=vision_config)
+        model = transformers.Mistral3ForConditionalGeneration(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor_name, tensor in model.named_parameters():
+            tensor.copy_(_random(tensor_name, tuple(tensor.shape), generator))
+    model.eval().save_pretrained(folder)
     return folder
 
 
@@ -95,9 +221,15 @@ def save_broken(folder: Path) -> Path:
     return folder
 
 
+_LAYER_FIELDS = ("num_q_heads", "num_kv_heads", "head_dim", "qkv_bias", "o_bias", "qk_norm", "rope")
+
+
 def tiny_shape(family: str = "llama", **changes: Any) -> ModelShape:
-    """The shape of the same models without `transformers` or files; changes are ModelShape fields."""
-    gated: dict[str, Any] = {
+    """The shape of the same models without `transformers` or files. Changes are fields of ModelShape, or, for all
+    layers, of AttentionShape and of the feed-forward part; and num_layers, norm_eps, sliding_window and `sums` of
+    NormPlaces.
+    """
+    usual: dict[str, Any] = {
         "architecture": family,
         "vocab_size": BYTE_VOCAB,
         "hidden_size": 48,
@@ -111,6 +243,8 @@ def tiny_shape(family: str = "llama", **changes: Any) -> ModelShape:
         "dtype": "float32",
         "bos_token_id": 256,
         "eos_token_ids": (257,),
+        "sliding_window": None,
+        "bias": False,
     }
     special: dict[str, dict[str, Any]] = {
         "llama": {},
@@ -123,21 +257,34 @@ def tiny_shape(family: str = "llama", **changes: Any) -> ModelShape:
         },
         "mistral": {"sliding_window": 16},
         "qwen2": {"qkv_bias": True, "tied_embeddings": True},
-        "qwen3": {"qk_norm": True, "head_dim": 16},
+        "qwen3": {"qk_norm": "heads", "head_dim": 16},
         "opt": {
             "rope": None,
             "num_kv_heads": 4,
             "norm_eps": 1e-5,
             "qkv_bias": True,
             "o_bias": True,
-            "mlp_bias": True,
-            "activation": "relu",
+            "bias": True,
+            "learned_positions": True,
             "tied_embeddings": True,
         },
     }
-    fields = gated | special[family] | changes
+    fields = usual | special[family] | changes
     fields.setdefault("rope", Rope(theta=10000.0, dim=fields["head_dim"]))
-    return ModelShape(**fields)
+    of_ffn = {"ffn_size": fields.pop("ffn_size"), "bias": fields.pop("bias")}
+    of_mixer = {name: fields.pop(name) for name in _LAYER_FIELDS if name in fields}
+    mixer = AttentionShape(window=fields.pop("sliding_window"), **of_mixer)
+    norms = NormPlaces(inputs=not fields.get("sums"), sums=fields.pop("sums", False))
+    layer = LayerShape(mixer=mixer, norms=norms, ffn=PlainShape(**of_ffn) if family == "opt" else GatedShape(**of_ffn))
+    eps, num_layers = fields.pop("norm_eps"), fields.pop("num_layers")
+    norm = NormShape(eps, "layer", has_bias=True) if family == "opt" else NormShape(eps)
+    return ModelShape(layers=(layer,) * num_layers, norm=norm, **fields)
+
+
+def of_layers(shape: ModelShape, **changes: Any) -> ModelShape:
+    """A shape whose layers have another attention. Changes are fields of AttentionShape."""
+    layers = tuple(replace(layer, mixer=replace(layer.mixer, **changes)) for layer in shape.layers)
+    return replace(shape, layers=layers)
 
 
 class RandomWeights(Checkpoint):
@@ -239,7 +386,7 @@ def write_gguf(
             # What the converter does for rotation of neighbouring channels.
             values = values.view(heads, 2, -1, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
         if values.ndim == 1:
-            writer.add_tensor(gguf_name(name), values.numpy())
+            writer.add_tensor(gguf_names().stored(name).name, values.numpy())
             expected[name] = weights.tensor(name, torch.float32)
             continue
         part = name.split(".")[-2]
@@ -249,7 +396,7 @@ def write_gguf(
             if quantization.name in _CRAFTED
             else gguf.quants.quantize(values.numpy(), quantization)
         )
-        writer.add_tensor(gguf_name(name), stored, raw_dtype=quantization)
+        writer.add_tensor(gguf_names().stored(name).name, stored, raw_dtype=quantization)
         decoded = torch.from_numpy(np.array(gguf.quants.dequantize(stored, quantization))).reshape(values.shape)
         if shape.architecture == "llama" and name.split(".")[-2] in ("q", "k"):
             decoded = decoded.view(heads, -1, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
@@ -289,7 +436,7 @@ def _gguf_settings(shape: ModelShape) -> dict[str, Any]:
         f"{prefix}.feed_forward_length": shape.ffn_size,
         f"{prefix}.attention.head_count": shape.num_q_heads,
         f"{prefix}.attention.head_count_kv": shape.num_kv_heads,
-        f"{prefix}.attention.layer_norm_rms_epsilon": shape.norm_eps,
+        f"{prefix}.attention.layer_norm_rms_epsilon": shape.norm.eps,
         f"{prefix}.attention.key_length": shape.head_dim,
         f"{prefix}.attention.value_length": shape.head_dim,
     }

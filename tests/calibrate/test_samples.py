@@ -23,7 +23,7 @@ from ..tiny_models import RandomWeights, tiny_shape
 
 def test_a_product_without_its_gate_has_the_gates_and_their_ups() -> None:
     weight, bias = torch.randn(2 * 40, 64).bfloat16(), torch.randn(2 * 40).bfloat16()
-    panels = Panels([weight], bias, torch.bfloat16, HugePageAllocator(), gated=True)
+    panels = Panels([weight], bias, torch.bfloat16, HugePageAllocator(), gated="silu")
     both = panels.without_gate()
     x = torch.randn(5, 64).bfloat16()
     sums = both(x).view(5, -1, 2, GATE_LANES)

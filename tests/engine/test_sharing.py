@@ -300,7 +300,7 @@ def test_every_engine_has_a_namespace_of_its_own() -> None:
     """Whatever its pages depend on: with the same tokens, none of these may read what another wrote."""
     shape = tiny_shape()
     assert shape.rope is not None
-    other = replace(shape, rope=replace(shape.rope, theta=5e5))
+    other = of_layers(shape, rope=replace(shape.rope, theta=5e5))
     even = tiny_shape(head_dim=16)
     encoded: list[dict[str, Any]] = [
         {"cache.codec": "g4", "cache.sink_tokens": 0},

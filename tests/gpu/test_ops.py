@@ -34,7 +34,7 @@ def test_norms_and_gated_are_torch_s(rows: int, width: int, dtype: torch.dtype) 
     expected = TorchOps().add_norm(x, expected_residual, weight, 1e-5)
     assert relative_rms(TritonOps().add_norm(x, residual, weight, 1e-5), expected) < TOLERANCE[dtype]
     assert torch.equal(residual, expected_residual)
-    assert relative_rms(TritonOps().gated(x), TorchOps().gated(x.float())) < TOLERANCE[dtype]
+    assert relative_rms(TritonOps().gated(x, "silu"), TorchOps().gated(x.float(), "silu")) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("rows", [1, 70])

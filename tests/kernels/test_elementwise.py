@@ -7,6 +7,7 @@ import torch
 
 from quire.kernels import runtime
 from quire.models.cpu_ops import CpuOps
+from quire.models.ffn.gated import GateActivation
 from quire.models.layers import TorchOps
 from tests.effort import combine
 
@@ -16,6 +17,7 @@ from .pages import LEVELS, use_level
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A sixteen-bit result is within one rounding of another order of the same operations.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+GATES: list[GateActivation] = ["silu", "gelu-tanh"]
 SIZES = [(1, 576), (3, 17), (32, 64), (65, 1536), (2, 1)]
 
 
@@ -46,17 +48,19 @@ def test_norms_of_heads_inside_a_wider_row(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), SIZES)
-def test_gated_equals_torch(rows: int, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", GATES)
+def test_gated_equals_torch(rows: int, width: int, dtype: torch.dtype, activation: GateActivation) -> None:
     gate_up = random(rows, 2 * width, dtype=dtype) * 4
-    expected = TorchOps().gated(gate_up.float())
-    assert relative_rms(CpuOps().gated(gate_up), expected) < TOLERANCE[dtype]
+    expected = TorchOps().gated(gate_up.float(), activation)
+    assert relative_rms(CpuOps().gated(gate_up, activation), expected) < TOLERANCE[dtype]
 
 
-def test_gated_is_zero_and_finite_for_huge_gates() -> None:
+@pytest.mark.parametrize("activation", GATES)
+def test_gated_is_zero_and_finite_for_huge_gates(activation: GateActivation) -> None:
     gate_up = torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4, -1e30] * 4 + [2.0] * 32])
-    assert (CpuOps().gated(torch.tensor([[-1e38] * 32 + [1.0] * 32])) == 0).all()
-    got = CpuOps().gated(gate_up)
-    torch.testing.assert_close(got, TorchOps().gated(gate_up.clone()), atol=1e-7, rtol=1e-6)
+    assert (CpuOps().gated(torch.tensor([[-1e38] * 32 + [1.0] * 32]), activation) == 0).all()
+    got = CpuOps().gated(gate_up, activation)
+    torch.testing.assert_close(got, TorchOps().gated(gate_up.clone(), activation), atol=1e-7, rtol=1e-6)
 
 
 @combine(dtype=DTYPES, rows=[1, 7, 33], biased=[False, True], level=LEVELS)
@@ -112,10 +116,16 @@ def test_a_head_returns_sums_that_were_never_rounded(
     dtype=DTYPES,
     rows=[1, 12, 13, 200],
     sizes=[(32, 302, False), (33, 64, True), (48, 1540, True)],
+    activation=GATES,
     level=LEVELS,
 )
 def test_gated_products_equal_torch(
-    rows: int, sizes: tuple[int, int, bool], dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    sizes: tuple[int, int, bool],
+    dtype: torch.dtype,
+    activation: GateActivation,
+    level: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_level(level, monkeypatch)
     width, inputs, biased = sizes
@@ -123,8 +133,8 @@ def test_gated_products_equal_torch(
     bias = random(2 * width, dtype=dtype, seed=1) if biased else None
     x = random(rows, inputs, dtype=dtype, seed=2)
     wide = None if bias is None else bias.float()
-    exact = TorchOps().gated_linear([weight.float()], wide, torch.float32)(x.float())
-    got = CpuOps().gated_linear([weight], bias, dtype)(x)
+    exact = TorchOps().gated_linear([weight.float()], wide, torch.float32, activation)(x.float())
+    got = CpuOps().gated_linear([weight], bias, dtype, activation)(x)
     assert got.shape == (rows, width)
     assert relative_rms(got, exact) < TOLERANCE[dtype]
 
@@ -137,7 +147,7 @@ def test_one_thread_computes_what_two_do() -> None:
     try:
         for threads in (1, 2):
             runtime.set_num_threads(threads)
-            results.append(CpuOps().gated(gate_up))
+            results.append(CpuOps().gated(gate_up, "silu"))
     finally:
         runtime.set_num_threads(before)
     assert torch.equal(*results)
@@ -152,6 +162,6 @@ def test_no_rows_give_no_rows(dtype: torch.dtype) -> None:
     ops, x, weight = CpuOps(), torch.empty(0, 64, dtype=dtype), random(64, 64, dtype=dtype)
     embedding, head = ops.tied(weight, dtype)
     assert ops.norm(x, weight[0], 1e-6).shape == (0, 64)
-    assert ops.gated(x).shape == (0, 32)
+    assert ops.gated(x, "silu").shape == (0, 32)
     assert head(x).shape == ops.linear([weight], None, dtype)(x).shape == (0, 64)
     assert embedding(torch.empty(0, dtype=torch.int64)).shape == (0, 64)

@@ -60,12 +60,14 @@ def test_emulated_products_are_those_of_the_file_s_numbers(
         blocks, gates = random_blocks(kind, 70, 512), random_blocks(kind, 74, 512, 1)
         weight, bias = plain(blocks, torch.float32), random(74, dtype=dtype)
         head = Panels([blocks], None, dtype, HugePageAllocator(), wide=True)
-        gated = Panels([gates], bias, dtype, HugePageAllocator(), gated=True)
+        gated = Panels([gates], bias, dtype, HugePageAllocator(), gated="silu")
         assert torch.equal(head.rows(tokens), weight.to(dtype)[tokens])
         for rows in (1, 2, 3, 4, 5, 30):
             x = random(rows, 512, dtype=dtype, seed=rows) / 64
             assert_sums(head(x), x, weight)
-            exact = TorchOps().gated_linear([plain(gates, torch.float32)], bias.float(), torch.float32)(x.float())
+            exact = TorchOps().gated_linear([plain(gates, torch.float32)], bias.float(), torch.float32, "silu")(
+                x.float()
+            )
             assert error(gated(x), exact) < {torch.float32: 3e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}[dtype]
     if dtype != torch.float32:
         for size in ((97, 80), (96, 578)):

@@ -116,8 +116,8 @@ def test_gated_products_are_those_of_the_file_s_numbers(
     use_level(level, monkeypatch)
     blocks, bias = random_blocks(kind, 2 * width, 256), random(2 * width, dtype=dtype)
     x = random(rows, 256, dtype=dtype, seed=2) / 64
-    exact = TorchOps().gated_linear([plain(blocks, torch.float32)], bias.float(), torch.float32)(x.float())
-    got = CpuOps().gated_linear([blocks], bias, dtype)
+    exact = TorchOps().gated_linear([plain(blocks, torch.float32)], bias.float(), torch.float32, "gelu-tanh")(x.float())
+    got = CpuOps().gated_linear([blocks], bias, dtype, "gelu-tanh")
     assert isinstance(got, Panels)
     assert error(got(x), exact) < {torch.float32: 3e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}[dtype]
 
@@ -125,8 +125,8 @@ def test_gated_products_are_those_of_the_file_s_numbers(
 def test_gates_of_another_type_than_what_they_let_through_gate_in_a_pass_of_their_own() -> None:
     parts: list[Weight] = [random_blocks("Q4_K", 33, 256), random_blocks("Q6_K", 33, 256, 1)]
     x = random(5, 256, dtype=torch.bfloat16)
-    exact = TorchOps().gated_linear([numbers(parts)], None, torch.float32)(x.float())
-    got = CpuOps().gated_linear(parts, None, torch.bfloat16)
+    exact = TorchOps().gated_linear([numbers(parts)], None, torch.float32, "silu")(x.float())
+    got = CpuOps().gated_linear(parts, None, torch.bfloat16, "silu")
     assert isinstance(got, GatedLinear) and error(got(x), exact) < 2e-2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from quire.models.layers import TorchOps
 from quire.models.plan import Model
 from quire.models.weights import open_model
 from tests.dense_plan import DensePlan
-from tests.tiny_models import FAMILIES, save_tiny
+from tests.tiny_models import FAMILIES, OF_KINDS, save_tiny, save_tiny_multimodal
 
 SEEDS = (0, 1, 2)
+
+ROPE_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +43,11 @@ def prefill(model: Model, tokens: Tensor, max_context: int | None = None) -> Ten
 
 
 def theirs(folder: Path, tokens: Tensor) -> Tensor:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model, notes = AutoModelForCausalLM.from_pretrained(
+    is_mistral3 = json.loads((folder / "config.json").read_text())["model_type"] == "mistral3"
+    kind = AutoModelForImageTextToText if is_mistral3 else AutoModelForCausalLM
+    model, notes = kind.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not notes["missing_keys"] and not notes["unexpected_keys"]
@@ -65,6 +70,51 @@ def assert_same_logits(folder: Path, seed: int, count: int = 40) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_agree_with_transformers(family: str, seed: int, tmp_path: Path) -> None:
     assert_same_logits(save_tiny(tmp_path, family, seed), seed)
+
+
+@pytest.mark.parametrize("family", OF_KINDS)
+def test_logits_of_layers_of_kinds_agree_with_transformers(family: str, tmp_path: Path) -> None:
+    """More tokens than windows and original contexts have."""
+    assert_same_logits(save_tiny(tmp_path, family), seed=0, count=100)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 64}),
+        ("gemma3_text", {"final_logit_softcapping": 5.0, "sliding_window": 1}),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 300.0}),
+        ("gemma3_text", {"sliding_window_pattern": 2, "layer_types": None}),
+        ("ministral3", {"sliding_window": 20}),
+        ("phi3", {"sliding_window": 20, "rope_parameters": None}),
+        ("phi3", {"max_position_embeddings": 32, "original_max_position_embeddings": 32}),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 20, "no_rope_layers": [1, 1, 0, 1]}),
+        ("smollm3", {"attention_bias": True, "mlp_bias": True, "no_rope_layer_interval": 2}),
+        ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+        ("olmo3", {"rope_parameters": None, "rope_theta": 700.0}),
+        ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("cohere2", {"attention_bias": True, "layer_types": ["full_attention", "sliding_attention"] * 2}),
+        ("glm4", {"attention_bias": False, "num_key_value_heads": 4}),
+        ("glm4", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}}),
+        ("qwen3", {"rope_parameters": ROPE_YARN}),
+        ("llama", {"rope_parameters": {**ROPE_YARN, "truncate": False, "attention_factor": 1.3}, "head_dim": 16}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+        ("mistral", {"rope_parameters": {**ROPE_YARN, "mscale": 0.8, "mscale_all_dim": 0.3}, "head_dim": 16}),
+    ],
+)
+def test_options_of_kinds_agree_with_transformers(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    count = min(100, changes.get("max_position_embeddings", 100))
+    assert_same_logits(save_tiny(tmp_path, family, **changes), seed=1, count=count)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral3", "mistral3-ministral3"])
+def test_the_text_part_of_a_model_of_several_parts_is_run(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_tiny_multimodal(tmp_path, family)
+    assert_same_logits(folder, seed=0, count=100)
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "quire"]
+    assert "only the text model is run" in message and "vision_tower" in message
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -87,7 +87,7 @@ def test_every_decoder_writes_float32(family: str, dtype: str, backend: str) -> 
     """Tied heads and untied ones, and that of a model whose width is projected before the head."""
     shape = tiny_shape("opt" if family == "opt-350m" else family)
     if family == "opt-350m":
-        shape = tiny_shape("opt", norm_first=False, embed_size=24, final_norm=False)
+        shape = tiny_shape("opt", sums=True, embed_size=24, final_norm=False)
     logits, _ = first_logits(make_engine(shape, **{"model.dtype": dtype, "attention.backend": backend}))
     assert logits.dtype == torch.float32
     assert (logits != logits.to(torch.bfloat16).float()).any(), "every logit is a number of 16 bits"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.models.shape import Rope
+from quire.models.rope import Rope
 from tests.tiny_models import RandomWeights, tiny_shape
 
 

@@ -15,11 +15,12 @@ from torch.nn import functional
 
 from quire.models.cpu_ops import CpuOps
 from quire.models.cpu_panels import GATE_LANES, Panels, has_panels
-from quire.models.layers import Embedding, Linear, TorchLinear, TorchOps
+from quire.models.layers import Embedding, Linear, TorchLinear, TorchOps, gate_activation
 from quire.models.quants import Blocks, read
 
 if TYPE_CHECKING:
-    from quire.models.layers import GatedLayer
+    from quire.models.ffn.gated import GateActivation
+    from quire.models.layers import Layer
     from quire.models.quants import Weight
 
 DECODED_ROWS = 4096
@@ -46,17 +47,22 @@ class _Norm(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """silu(gate) * up of two tensors of one shape. It keeps only these two."""
+    """act(gate) * up of two tensors of one shape. It keeps only these two."""
 
     @staticmethod
-    def forward(context: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(context: Any, gate: Tensor, up: Tensor, activation: GateActivation) -> Tensor:
         context.save_for_backward(gate, up)
-        return functional.silu(gate).mul_(up)
+        context.activation = activation
+        return gate_activation(gate, activation).mul_(up)
 
     @staticmethod
-    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        (gate, up), (grad,) = context.saved_tensors, grads
-        return torch.ops.aten.silu_backward(grad * up, gate), functional.silu(gate).mul_(grad)
+    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gate, up), (grad,), activation = context.saved_tensors, grads, context.activation
+        if activation == "gelu-tanh":
+            of_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+        else:
+            of_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return of_gate, gate_activation(gate, activation).mul_(grad), None
 
 
 class _Product(torch.autograd.Function):
@@ -109,11 +115,15 @@ class _Norms:
         """See TorchOps. Later layers update the residual in place, so the norm keeps a copy."""
         return _applied(_Norm, residual.add_(x).clone(), weight, eps)
 
-    def gated(self, gate_up: Tensor) -> Tensor:
-        """See TorchOps."""
-        return _applied(_Gated, *gate_up.chunk(2, dim=-1))
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """See TorchOps. Its input may be the residual stream, so the norm keeps a copy."""
+        return functional.layer_norm(x.clone(), weight.shape, weight, bias, eps)
 
-    def stack(self, layers: Sequence[GatedLayer], eps: float) -> None:
+    def gated(self, gate_up: Tensor, activation: GateActivation) -> Tensor:
+        """See TorchOps."""
+        return _applied(_Gated, *gate_up.chunk(2, dim=-1), activation)
+
+    def stack(self, layers: Sequence[Layer], eps: float) -> None:
         """None: layers run one by one."""
 
 
@@ -131,11 +141,11 @@ class PanelGradientOps(_Norms, CpuOps):
     """Operations with gradients over panels, in the layout of `CpuOps`, so that both can map the same layer image."""
 
     def panels(  # type: ignore[override]
-        self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False
+        self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, *, gated: GateActivation | None = None
     ) -> Linear:
         """See CpuOps."""
         made = super().panels(parts, bias, dtype, gated=gated)
-        return _gated_product(made) if gated else _product(made)
+        return _gated_product(made, gated) if gated else _product(made)
 
     def plain(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """The tensor itself: oneDNN's layout has no gradient."""
@@ -161,13 +171,13 @@ def _product(panels: Panels) -> Linear:
     return lambda x: _applied(_Product, x, panels)
 
 
-def _gated_product(panels: Panels) -> Linear:
+def _gated_product(panels: Panels, activation: GateActivation) -> Linear:
     """The product followed by the gate. The kernel's fused gate discards the sums, which the gradient needs."""
     both, width = panels.without_gate(), panels.shape[0]
 
     def multiply(x: Tensor) -> Tensor:
         sums = _applied(_Product, x, both)
         gate, up = sums.view(len(x), -1, 2, GATE_LANES).unbind(2)
-        return _applied(_Gated, gate, up).flatten(1)[:, :width]
+        return _applied(_Gated, gate, up, activation).flatten(1)[:, :width]
 
     return multiply

@@ -13,7 +13,7 @@ import torch
 
 from quire.attention.plan import AttentionBackend
 from quire.attention.reference import ReferenceAttention
-from quire.attention.spec import Angles, AttentionSpec, Scoring, equal_layers
+from quire.attention.spec import AttentionSpec
 from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.sums import SumsCodec
@@ -24,6 +24,7 @@ from quire.config import Backend, EngineConfig, format_bytes
 from quire.engine.calibration import Calibration
 from quire.engine.control_plane import formats_of, namespace_of, retention_of, scheduler_of, sealed_pages
 from quire.engine.engine import Engine
+from quire.engine.layers import attention_layers
 from quire.engine.machine import available_memory, device_type_of, usable_cores
 from quire.engine.offloaded_cache import build_offloaded_cache, in_micro_batches, offload_counters
 from quire.engine.offloading import (
@@ -281,20 +282,7 @@ def assemble(
         table = ChunkTable(ledger, *heads, *codecs, sinks=sinks, sums=sums, arena=arena)
     if tiers is not None and device.type == "cpu":
         populate_ahead(table.arena.data, AHEAD_BYTES)
-    rotations: tuple[Angles, ...] = ()
-    if shape.rope is not None:
-        cos, sin = (torch.from_numpy(part).to(device) for part in shape.rope.tables(fits.max_context))
-        rotations = ((cos, sin),)
-    # A window that is at least as long as the context has no effect.
-    window = shape.sliding_window if (shape.sliding_window or 0) < fits.max_context else None
-    layers = equal_layers(
-        shape.num_layers,
-        shape.num_kv_heads,
-        shape.num_q_heads // shape.num_kv_heads,
-        shape.head_dim,
-        rotation=None if shape.rope is None else 0,
-        scoring=Scoring(window),
-    )
+    layers, rotations = attention_layers(shape, fits.max_context, device)
     spec = AttentionSpec(table, layers, dtype, rotations, config.cache.strict, config.cache.sparse_values)
     eos = end_tokens(shape, tokenizer)
     attention, padded_rows = _attention(config, spec), _padded_rows(config)

@@ -186,10 +186,19 @@ inline vf exp2(vf x) {
 #endif
 }
 
-// x / (1 + exp(-x)), and 0 below -87, where it is less than 1.5e-36.
-inline vf silu(vf x) {
-    const vf y = x / (1.0f + exp2(x * -1.4426950408889634f));
-    return x < splat(-87.0f) ? splat(0.0f) : y;
+// Activations of gates. Numbers of a Matrix and of quire_gated; 0: there are no gates.
+enum Gate { NO_GATE = 0, SILU = 1, GELU_TANH = 2 };
+
+// silu: x / (1 + exp(-x)). gelu with tanh: the same with 2 sqrt(2 / pi) (x + 0.044715 x^3) in the exponent, because (1 + tanh(y)) / 2 =
+// 1 / (1 + exp(-2 y)). 0 where the exponent is above 87, and the result less than 1.5e-36.
+inline vf activate(int64_t gate, vf x) {
+    const vf slope = gate == GELU_TANH ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
+    const vf y = x / (1.0f + exp2(slope * -1.4426950408889634f));
+    return slope < splat(-87.0f) ? splat(0.0f) : y;
+}
+inline float activate(int64_t gate, float x) {
+    const float slope = gate == GELU_TANH ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
+    return slope < -87.0f ? 0.0f : x / (1.0f + std::exp(-slope));
 }
 
 // VL x VL transpose of 32-bit elements.

@@ -1,7 +1,7 @@
 // Norms and activations, the steps between matrix products. Each makes one pass over its rows.
 //
 //     add_norm:  residual += x;  y = residual * rsqrt(mean(residual^2) + eps) * weight
-//     gated:     y = silu(gate) * up
+//     gated:     y = act(gate) * up
 //
 // Defined by models.layers.TorchOps; tests/kernels/test_elementwise.py compares the two.
 #include "common.h"
@@ -59,17 +59,14 @@ void add_norm(const void* x, int64_t x_stride, void* residual, const void* weigh
 }
 
 template <class T>
-void gated(const void* gate_up, int64_t rows, int64_t width, void* out) {
+void gated(int64_t activation, const void* gate_up, int64_t rows, int64_t width, void* out) {
     parallel_for(rows, grain_for(rows, width), [&](int64_t r) {
         const T* gate = static_cast<const T*>(gate_up) + r * 2 * width;
         const T* up = gate + width;
         T* y = static_cast<T*>(out) + r * width;
         int64_t i = 0;
-        for (; i + VL <= width; i += VL) store(y + i, silu(load(gate + i)) * load(up + i));
-        for (; i < width; i++) {
-            const float g = widen(gate[i]);
-            narrow(y + i, g / (1.0f + std::exp(-g)) * widen(up[i]));
-        }
+        for (; i + VL <= width; i += VL) store(y + i, activate(activation, load(gate + i)) * load(up + i));
+        for (; i < width; i++) narrow(y + i, activate(activation, widen(gate[i])) * widen(up[i]));
     });
 }
 
@@ -140,11 +137,11 @@ QUIRE_API void quire_add_norm(int kind, const void* x, int64_t x_stride, void* r
     else add_norm<f16>(x, x_stride, residual, weight, eps, rows, heads, width, out);
 }
 
-// gate_up [rows, 2 * width] -> out [rows, width]
-QUIRE_API void quire_gated(int kind, const void* gate_up, int64_t rows, int64_t width, void* out) {
-    if (kind == DENSE_BF16) gated<bf16>(gate_up, rows, width, out);
-    else if (kind == DENSE_F32) gated<float>(gate_up, rows, width, out);
-    else gated<f16>(gate_up, rows, width, out);
+// gate_up [rows, 2 * width] -> out [rows, width]. activation: a Gate
+QUIRE_API void quire_gated(int kind, int activation, const void* gate_up, int64_t rows, int64_t width, void* out) {
+    if (kind == DENSE_BF16) gated<bf16>(activation, gate_up, rows, width, out);
+    else if (kind == DENSE_F32) gated<float>(activation, gate_up, rows, width, out);
+    else gated<f16>(activation, gate_up, rows, width, out);
 }
 
 // x [rows, width] with a row stride -> int64 out [rows]

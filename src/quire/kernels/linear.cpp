@@ -4,7 +4,7 @@
 //     packed[panel, k, n] = (W[32 panel + n, 2k], W[32 panel + n, 2k + 1])        32 columns of pairs, zeros past N
 //
 // is the layout of panels of 16-bit numbers; packed.h has panels of fewer bits. In a gated matrix, half of a panel is 16 gates, the other half their
-// ups; y = silu(gate) * up is computed in registers.
+// ups; y = act(gate) * up is computed in registers.
 //
 // A decode step is bound by the bytes of the weights and by the overhead of calls. So a panel is contiguous in memory, and a call is one loop over
 // the panels of all parts. Many rows reuse a part of a panel from the cache, SHORT_STEPS or TALL_STEPS pairs at a time. Defined by
@@ -35,7 +35,7 @@ struct Product {
     PackedRows packed;             // the same rows for packed parts
     int64_t rows, inputs, outputs;
     const X* bias;
-    bool gated;
+    int64_t gated;                 // a Gate
     T* out;
     int64_t width() const { return gated ? PANEL / 2 : PANEL; }   // outputs of a panel
 };
@@ -56,7 +56,7 @@ void put_part(const Product<X, T>& p, const Panel& panel, int64_t at, int height
             const float* row = sums + r * PANEL + i;
             const float x = row[0] + (p.bias ? widen(p.bias[n]) : 0.0f);
             const float up = p.gated ? row[PANEL / 2] + (p.bias ? widen(p.bias[p.outputs + n]) : 0.0f) : 0.0f;
-            narrow(p.out + (at + r) * p.outputs + n, p.gated ? x / (1.0f + std::exp(-x)) * up : x);
+            narrow(p.out + (at + r) * p.outputs + n, p.gated ? activate(p.gated, x) * up : x);
         }
 }
 
@@ -77,7 +77,7 @@ Outputs<X, T> outputs_of(const Product<X, T>& p, const Panel& panel, int64_t at)
 template <class X, class T>
 Gated<X, T> gated_of(const Product<X, T>& p, const Panel& panel, int64_t at) {
     const X* bias = p.bias ? p.bias + panel.first : nullptr;
-    return {p.out + at * p.outputs + panel.first, p.outputs, bias, bias ? bias + p.outputs : nullptr};
+    return {p.out + at * p.outputs + panel.first, p.outputs, bias, bias ? bias + p.outputs : nullptr, p.gated};
 }
 
 template <class X, class T>
@@ -169,7 +169,7 @@ template <class X, class T>
 void linear(const Matrix& m, const Rows& rows, T* out, const Matrix* next) {
     const int kind = static_cast<int>(rows.kind);
     Product<X, T> p{static_cast<const X*>(rows.x), static_cast<int>(rows.stride), {}, rows.count, m.inputs, m.outputs, static_cast<const X*>(m.bias),
-                    m.gated != 0, out};
+                    m.gated, out};
     if (p.rows == 0) return;
     // With few rows, a panel takes about a microsecond, so the data of parts is prepared once.
     struct {

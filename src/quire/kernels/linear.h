@@ -18,7 +18,7 @@ QUIRE_STRUCT(Matrix,
     (const Part*, parts)
     (int64_t, num_parts)
     (const void*, bias)  // in the rows' number format; gated: of gates, then of ups; or null
-    (int64_t, outputs) (int64_t, inputs) (int64_t, gated)
+    (int64_t, outputs) (int64_t, inputs) (int64_t, gated)  // gated: a Gate
 )
 
 // x [rows, inputs] of one number format, rows x_stride apart -> out [rows, outputs] of out_kind: the format of x, or float32. Scratch holds the rows

@@ -105,20 +105,21 @@ struct Outputs {
     }
 };
 
-// Gated: silu(gate) * up. The first half of a row has gates, the second half ups.
+// Gated: act(gate) * up. The first half of a row has gates, the second half ups.
 template <class X, class T>
 struct Gated {
     T* y;
     int64_t ldy;
     const X* gate_bias;
     const X* up_bias;
-    Gated from(int m) const { return {y + m * ldy, ldy, gate_bias, up_bias}; }
+    int64_t gate;   // a Gate
+    Gated from(int m) const { return {y + m * ldy, ldy, gate_bias, up_bias, gate}; }
     template <int N>
     void put(int m, const vf (&row)[N]) const {
         for (int n = 0; n < N / 2; n++) {
-            const vf gate = row[n], up = row[N / 2 + n];
+            const vf x = row[n], up = row[N / 2 + n];
             const int at = n * VL;
-            store(y + m * ldy + at, gate_bias ? silu(gate + load(gate_bias + at)) * (up + load(up_bias + at)) : silu(gate) * up);
+            store(y + m * ldy + at, gate_bias ? activate(gate, x + load(gate_bias + at)) * (up + load(up_bias + at)) : activate(gate, x) * up);
         }
     }
 };

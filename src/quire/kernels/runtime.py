@@ -42,7 +42,7 @@ SIGNATURES: dict[str, list[type]] = {
     "quire_group_encode": [_I32, _I32, _PTR, _PTR, _PTR, _I64, _PTR],
     "quire_group_decode": [_I32, _PTR, _PTR, _I64, _PTR, _PTR],
     "quire_move_slots": [_PTR, _PTR, _PTR, _PTR, _PTR, _PTR, _I64],
-    "quire_gated": [_I32, _PTR, _I64, _I64, _PTR],
+    "quire_gated": [_I32, _I32, _PTR, _I64, _I64, _PTR],
 }
 
 

@@ -9,7 +9,7 @@
 
 QUIRE_API void quire_add_norm(int kind, const void* x, int64_t x_stride, void* residual, const void* weight, float eps, int64_t rows,
                               int64_t heads, int64_t width, void* out);
-QUIRE_API void quire_gated(int kind, const void* gate_up, int64_t rows, int64_t width, void* out);
+QUIRE_API void quire_gated(int kind, int activation, const void* gate_up, int64_t rows, int64_t width, void* out);
 
 namespace quire {
 
@@ -64,7 +64,7 @@ QUIRE_API void quire_stack(const StackLayer* layers, int64_t num_layers, float e
         product(layer.o, r->attended, r->out, &layer.gate_up);
         add_norm(layer.mlp_norm, layer.o.outputs);
         product(layer.gate_up, r->x, layer.gate_up.gated ? r->inner : r->wide, &layer.down);
-        if (!layer.gate_up.gated) quire_gated(DENSE_BF16, r->wide, rows, layer.down.inputs, r->inner);
+        if (!layer.gate_up.gated) quire_gated(DENSE_BF16, SILU, r->wide, rows, layer.down.inputs, r->inner);
         product(layer.down, r->inner, r->out, l + 1 < num_layers ? &layers[l + 1].qkv : nullptr);
         add_norm(layer.next_norm, layer.o.outputs);
       }

@@ -8,13 +8,14 @@ import functools
 from collections.abc import Sequence
 
 import torch
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, layer_norm
 
 from quire.kernels import runtime
 from quire.kernels.memory import HugePageAllocator, WeightMemory
-from quire.models.cpu_panels import KINDS, Panels, has_panels
+from quire.models.cpu_panels import GATES, KINDS, Panels, has_panels
 from quire.models.cpu_stack import PanelStack
-from quire.models.layers import ConcatLinear, Embedding, GatedLayer, GatedLinear, Linear, TorchHead, TorchLinear
+from quire.models.ffn.gated import GateActivation
+from quire.models.layers import ConcatLinear, Embedding, GatedLinear, Layer, Linear, TorchHead, TorchLinear
 from quire.models.quants import Blocks, Weight, kind_of, read
 
 _ROW_STEPS = ((4, 1), (8, 2), (32, 4), (64, 8), (128, 16), (256, 32))
@@ -80,7 +81,12 @@ class CpuOps:
         return self.plain(parts[0], bias, dtype)
 
     def panels(
-        self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
+        self,
+        parts: Sequence[Weight],
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        *,
+        gated: GateActivation | None = None,
     ) -> Panels:
         """A product in panels."""
         return Panels(parts, bias, dtype, self._memory, gated=gated)
@@ -91,13 +97,15 @@ class CpuOps:
         assert not isinstance(found, Blocks), f"there are no panels of {found.kind}"
         return OneDnnLinear(found, bias) if has_onednn(dtype) else TorchLinear(found, bias)
 
-    def gated_linear(self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
+    def gated_linear(
+        self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype, activation: GateActivation
+    ) -> Linear:
         """With one type, panels gate the sums in registers. With several types, a separate pass gates them."""
         if len(parts) == 1 and has_panels(parts[0], dtype):
-            return self.panels(parts, bias, dtype, gated=True)
-        return GatedLinear(self, self.linear(parts, bias, dtype))
+            return self.panels(parts, bias, dtype, gated=activation)
+        return GatedLinear(self, self.linear(parts, bias, dtype), activation)
 
-    def stack(self, layers: Sequence[GatedLayer], eps: float) -> PanelStack | None:
+    def stack(self, layers: Sequence[Layer], eps: float) -> PanelStack | None:
         """One call if all products are in panels and return bfloat16."""
         return PanelStack(layers, eps) if PanelStack.takes(layers) else None
 
@@ -142,9 +150,15 @@ class CpuOps:
         )
         return out
 
-    def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up in one pass."""
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        """Torch's own."""
+        return layer_norm(x, weight.shape, weight, bias, eps)
+
+    def gated(self, gate_up: torch.Tensor, activation: GateActivation) -> torch.Tensor:
+        """act(gate) * up in one pass."""
         rows, width = gate_up.shape
         out = torch.empty(rows, width // 2, dtype=gate_up.dtype)
-        self._gated(runtime.DTYPE_IDS[gate_up.dtype], gate_up.data_ptr(), rows, width // 2, out.data_ptr())
+        self._gated(
+            runtime.DTYPE_IDS[gate_up.dtype], GATES[activation], gate_up.data_ptr(), rows, width // 2, out.data_ptr()
+        )
         return out

@@ -13,6 +13,7 @@ import torch
 
 from quire.kernels import runtime
 from quire.kernels.memory import WeightMemory
+from quire.models.ffn.gated import GateActivation
 from quire.models.quants import GROUP_CODES, Blocks, LazyWeight, Weight, kind_of, read
 
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
@@ -39,6 +40,9 @@ input of packing changes: `quants.group_codes`, `quants.eight_bit_codes`, the or
 
 GATE_LANES = 16
 """Gates of a panel; as many ups follow them."""
+
+GATES: dict[GateActivation | None, int] = {None: 0, "silu": 1, "gelu-tanh": 2}
+"""Numbers of the activations of gates in kernels/common.h; 0: there are no gates."""
 
 MOST_PARTS = 4
 """Maximum number of parts of a product, as in linear.h."""
@@ -84,7 +88,8 @@ class Panels:
     512.
 
     dtype  dtype of the rows and the bias
-    gated  the only part is [2N, K], gates first; the product is silu(gate) * up, [R, N]
+    gated  the activation of gates, if there are any: the only part is then [2N, K], gates first, and the product is
+           act(gate) * up, [R, N]
     wide   outputs are float32, for an output head
     """
 
@@ -95,7 +100,7 @@ class Panels:
         dtype: torch.dtype,
         memory: WeightMemory,
         *,
-        gated: bool = False,
+        gated: GateActivation | None = None,
         wide: bool = False,
     ) -> None:
         runtime.check_mirrors(_Part, Matrix, _Rows)
@@ -103,9 +108,9 @@ class Panels:
         assert len(parts) <= MOST_PARTS, f"{len(parts)} parts"
         inputs = parts[0].shape[1]
         counts = [weight.shape[0] // (2 if gated else 1) for weight in parts]
-        self.names = [_name(weight, gated) for weight in parts]
+        self.names = [_name(weight, gated is not None) for weight in parts]
         self._panels = [
-            _place(name, weight, count, gated, memory)
+            _place(name, weight, count, gated is not None, memory)
             for name, weight, count in zip(self.names, parts, counts, strict=True)
         ]
         kinds = [_number(kind_of(weight)) for weight in parts]
@@ -118,7 +123,7 @@ class Panels:
         self.shape = sum(counts), inputs
         assert bias is None or (bias.dtype == dtype and bias.is_contiguous()), f"{bias.dtype} beside {dtype}"
         self.matrix = Matrix(
-            self._parts, len(parts), None if bias is None else bias.data_ptr(), *self.shape, int(gated)
+            self._parts, len(parts), None if bias is None else bias.data_ptr(), *self.shape, GATES[gated]
         )
         self._dtype = dtype
         self._kind = runtime.DTYPE_IDS[dtype]

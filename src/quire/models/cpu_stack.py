@@ -14,7 +14,9 @@ import torch
 from quire.kernels import runtime
 from quire.kernels.memory import HugePageAllocator
 from quire.models.cpu_panels import Matrix, Panels
-from quire.models.layers import GatedLayer, GatedLinear, Linear
+from quire.models.ffn.gated import Gated, GatedShape
+from quire.models.layers import GatedLinear, Layer, Linear
+from quire.models.shape import USUAL_NORMS
 
 _PTR = ctypes.c_void_p
 
@@ -39,7 +41,7 @@ class _StackRows(ctypes.Structure):
 class PanelStack:
     """The layers, and scratch for the largest number of rows so far."""
 
-    def __init__(self, layers: Sequence[GatedLayer], eps: float) -> None:
+    def __init__(self, layers: Sequence[Layer], eps: float) -> None:
         """layers: `takes` is true of them. The stack keeps their products alive."""
         runtime.check_mirrors(_StackLayer, _StackRows)
         self._layers = layers  # the structures below point into their tensors
@@ -57,9 +59,11 @@ class PanelStack:
         self._run = kernels.quire_stack
 
     @staticmethod
-    def takes(layers: Sequence[GatedLayer]) -> bool:
-        """Whether all products are in panels and return bfloat16."""
-        products = [_panels(product) for layer in layers for product in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    def takes(layers: Sequence[Layer]) -> bool:
+        """Whether all layers are of the usual kind, and all products are in panels and return bfloat16."""
+        if not all(map(_is_usual, layers)):
+            return False
+        products = [_panels(product) for layer in layers for product in _products(layer).values()]
         return all(product is not None and product.out_dtype == torch.bfloat16 for product in products)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, plan: int) -> torch.Tensor:
@@ -89,14 +93,41 @@ def _panels(product: Linear) -> Panels | None:
     return inner if isinstance(inner, Panels) else None
 
 
-def _structure(layer: GatedLayer) -> _StackLayer:
+def _structure(layer: Layer) -> _StackLayer:
     found = _StackLayer()
-    for name in ("qkv", "o", "gate_up", "down"):
-        product = _panels(getattr(layer, name))
-        assert product is not None, f"{name} is not in panels"
-        setattr(found, name, product.matrix)
-    for name in ("q_norm", "k_norm", "mlp_norm", "next_norm"):
-        weight = getattr(layer, name)
+    for name, product in _products(layer).items():
+        panels = _panels(product)
+        assert panels is not None, f"{name} is not in panels"
+        setattr(found, name, panels.matrix)
+    assert layer.next_norm is not None
+    norms = {
+        "q_norm": layer.mixer.q_norm,
+        "k_norm": layer.mixer.k_norm,
+        "mlp_norm": layer.norms["mlp_norm"].weight,
+        "next_norm": layer.next_norm.weight,
+    }
+    for name, weight in norms.items():
         assert weight is None or (weight.dtype == torch.bfloat16 and weight.is_contiguous()), f"{name}: {weight.dtype}"
         setattr(found, name, None if weight is None else weight.data_ptr())
     return found
+
+
+def _products(layer: Layer) -> dict[str, Linear]:
+    assert isinstance(layer.ffn, Gated)
+    return {"qkv": layer.mixer.qkv, "o": layer.mixer.o, "gate_up": layer.ffn.gate_up, "down": layer.ffn.down}
+
+
+def _is_usual(layer: Layer) -> bool:
+    """Whether the kernels have the layer's kind."""
+    shape, mixer = layer.shape, layer.shape.mixer
+    return (
+        isinstance(shape.ffn, GatedShape)
+        and shape.ffn.activation == "silu"
+        and shape.norms == USUAL_NORMS
+        and shape.residual_scale == 1
+        and mixer.qk_norm in ("", "heads")
+        and mixer.position_scale is None
+        and not (mixer.rope is not None and mixer.rope.query_scales)
+        and layer.next_norm is not None
+        and layer.next_norm.is_rms
+    )

@@ -1,10 +1,9 @@
-"""The dense decoder of Llama, Mistral, SmolLM2, Qwen2 and Qwen3, and the function that builds any model.
+"""The decoder of all models: an embedding, a list of layers, and an output head.
 
-    x = norm(embed[token]);  per layer:  x = o(attend(qkv(x)));  x = down(silu(gate(x)) * up(x));  logits =
-    head(norm(x))
+    r = embed[token];  per layer:  r += mixer(norm(r));  r += ffn(norm(r));  logits = head(norm(r))
 
-with a separate residual stream. The families differ only by data: biases, norms on q and k, tied embeddings. Knows
-rows, not requests; neither rotates nor masks.
+r is the residual stream. Families differ by data: the kinds of their layers, the places of their norms, factors.
+Knows rows, not requests; neither rotates nor masks.
 """
 
 from __future__ import annotations
@@ -14,19 +13,22 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional
 
-from quire.models.layers import GatedLayer
+from quire.models.layers import Layer
 from quire.models.loading import WeightSource
-from quire.models.opt import OptDecoder
+from quire.models.mixers.attention import Attention
 from quire.models.plan import Model
+from quire.models.shape import OPT_POSITION_OFFSET
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.models.layers import Ops
     from quire.models.loading import Form
+    from quire.models.norms import Norm
     from quire.models.plan import StepPlan
-    from quire.models.shape import ModelShape
+    from quire.models.shape import LayerShape, ModelShape
     from quire.models.weights import Checkpoint
 
 # A smaller model loads with one thread in about a second. More threads are a risk: loading is thousands of short
@@ -36,66 +38,117 @@ _ONE_THREAD_PARAMETERS = 500_000_000
 
 
 class Decoder(Model):
-    """A gated decoder. `ops` packs its weights once; they never change."""
+    """A list of layers between an embedding and an output head. `ops` packs its weights once; they never change.
+
+    The state between layers is the residual stream, [R, E]. Where a norm can be fused with the sum before it, the state
+    has the next layer's normalised input before the residual stream. Where a layer reads positions, they follow.
+    """
 
     def __init__(self, shape: ModelShape, weights: WeightSource, ops: Ops) -> None:
         self.shape = shape
-        self._ops = ops
-        self._heads = shape.num_q_heads + 2 * shape.num_kv_heads
-        self._split = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
         self._embed, head = weights.embedding("embed", tied=shape.tied_embeddings)
-        norms = [weights.tensor(f"layers.{index}.attn_norm.weight") for index in range(shape.num_layers)]
-        self._first_norm, *next_norms = [*norms, weights.tensor("norm.weight")]
-        self._layers = [self._load_layer(f"layers.{index}", weights, norm) for index, norm in enumerate(next_norms)]
+        # Cuts off the two padding rows once, so that a position is the index of its row.
+        self._positions = weights.tensor("positions.weight")[OPT_POSITION_OFFSET:] if shape.learned_positions else None
+        is_projected = "project_in.weight" in shape.tensor_shapes
+        self._project_in = weights.linear("project_in", bias=False) if is_projected else None
+        self._project_out = weights.linear("project_out", bias=False) if is_projected else None
+        self._embed_scale = weights.constant([shape.embed_scale]).item()
+        self._last_norm = shape.norm.load("norm", weights, ops) if shape.final_norm else None
+        self._layers = self._load_layers(weights, ops)
+        self._first_norm = self._layers[0].norms.get("attn_norm") if shape.is_fused else None
         self.key_bias = weights.key_bias(shape)
-        self._stack = ops.stack(self._layers, shape.norm_eps)
+        self._stack = ops.stack(self._layers, shape.norm.eps)
         self._head = head or weights.head("head")
 
-    def _load_layer(self, at: str, weights: WeightSource, next_norm: Tensor) -> GatedLayer:
+    def _load_layers(self, weights: WeightSource, ops: Ops) -> list[Layer]:
         shape = self.shape
-        return GatedLayer(
-            qkv=weights.linear(f"{at}.q", f"{at}.k", f"{at}.v", bias=shape.qkv_bias),
-            q_norm=weights.tensor(f"{at}.q_norm.weight") if shape.qk_norm else None,
-            k_norm=weights.tensor(f"{at}.k_norm.weight") if shape.qk_norm else None,
-            o=weights.linear(f"{at}.o", bias=shape.o_bias),
-            mlp_norm=weights.tensor(f"{at}.mlp_norm.weight"),
-            gate_up=weights.linear(f"{at}.gate", f"{at}.up", bias=shape.mlp_bias, gated=True),
-            down=weights.linear(f"{at}.down", bias=shape.mlp_bias),
-            next_norm=next_norm,
-        )
+        norms = [
+            {name: shape.norm.load(f"layers.{index}.{name}", weights, ops) for name in layer.norms.names}
+            for index, layer in enumerate(shape.layers)
+        ]
+        next_norms: list[Norm | None] = [None] * shape.num_layers
+        if shape.is_fused:
+            next_norms = [*(each["attn_norm"] for each in norms[1:]), self._last_norm]
+        return [
+            Layer(
+                layer,
+                Attention(layer.mixer, f"layers.{index}", weights, ops, shape.norm.eps),
+                layer.ffn.load(f"layers.{index}", weights),
+                norms[index],
+                next_norms[index],
+            )
+            for index, layer in enumerate(shape.layers)
+        ]
 
     def hidden(self, tokens: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
-        """See `plan.Model.hidden`. Positions are not read here; the plan has them."""
+        """See `plan.Model.hidden`."""
         address = getattr(plan, "address", None)
         if self._stack is not None and address is not None:
-            return self._stack(*self.begin(tokens, positions), address)
+            x, residual = self.begin(tokens, positions)
+            return self._stack(x, residual, address)
         return super().hidden(tokens, positions, plan)
 
-    def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The first norm's output and the residual stream, [R, E] each."""
+    def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """The state before the first layer."""
         residual = self._embed(tokens)
-        return self._ops.norm(residual, self._first_norm, self.shape.norm_eps), residual
+        if self._project_in is not None:
+            residual = self._project_in(residual)
+        if self._embed_scale != 1:
+            residual = residual * self._embed_scale
+        if self._positions is not None:
+            residual = residual + functional.embedding(positions, self._positions)
+        x = None if self._first_norm is None else self._first_norm(residual)
+        return self._state(x, residual, positions if self.shape.reads_positions else None)
 
-    def layer(self, index: int, state: tuple[Tensor, ...], plan: StepPlan) -> tuple[Tensor, Tensor]:
-        """One layer: the next norm's output and the residual stream, which is updated in place."""
-        x, residual = state
-        ops, eps = self._ops, self.shape.norm_eps
-        qkv, q_norm, k_norm, o, mlp_norm, gate_up, down, next_norm = self._layers[index]
-        q, k, v = qkv(x).view(-1, self._heads, self.shape.head_dim).split_with_sizes(self._split, 1)
-        if q_norm is not None and k_norm is not None:
-            q = ops.norm(q, q_norm, eps)
-            k = ops.norm(k, k_norm, eps)
-        plan.write(index, k, v)
-        x = ops.add_norm(o(plan.attend(index, q)), residual, mlp_norm, eps)
-        return ops.add_norm(down(gate_up(x)), residual, next_norm, eps), residual
+    def layer(self, index: int, state: tuple[Tensor, ...], plan: StepPlan) -> tuple[Tensor, ...]:
+        """The state after one layer. The residual stream may be updated in place."""
+        streams = state[:-1] if self.shape.reads_positions else state
+        positions = state[-1] if self.shape.reads_positions else None
+        x, residual = streams[0], streams[-1]
+        shape, mixer, ffn, norms, next_norm = self._layers[index]
+        if shape.norms.inputs and len(streams) == 1:
+            x = norms["attn_norm"](residual)
+        out = mixer(index, x, positions, plan)
+        if shape.norms.parallel:
+            out = out.add_(ffn(x))
+        else:
+            in_norm = norms["mlp_norm"] if shape.norms.inputs else None
+            x = _add(out, residual, shape, norms.get("attn_out_norm"), in_norm)
+            if shape.norms.sums:
+                x = residual = norms["attn_norm"](residual)
+            out = ffn(x)
+        x = _add(out, residual, shape, norms.get("mlp_out_norm"), next_norm)
+        if shape.norms.sums:
+            residual = norms["mlp_norm"](residual)
+        return self._state(None if next_norm is None else x, residual, positions)
 
     def finish(self, state: tuple[Tensor, ...]) -> Tensor:
-        """The last norm's output, [R, E]: that of the last layer."""
-        return state[0]
+        """The last norm's output, if there is one, [R, E]."""
+        if self._last_norm is None or self.shape.is_fused:
+            return state[0]
+        return self._last_norm(state[0])
 
     def head(self, hidden: Tensor) -> Tensor:
         """See `plan.Model.head`."""
-        return self._head(hidden)
+        logits = self._head(hidden if self._project_out is None else self._project_out(hidden))
+        if self.shape.logit_scale != 1:
+            logits = logits.mul_(self.shape.logit_scale)
+        if (cap := self.shape.logit_cap) is not None:
+            logits = logits.div_(cap).tanh_().mul_(cap)
+        return logits
+
+    @staticmethod
+    def _state(x: Tensor | None, residual: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
+        return tuple(each for each in (x, residual, positions) if each is not None)
+
+
+def _add(out: Tensor, residual: Tensor, shape: LayerShape, out_norm: Norm | None, in_norm: Norm | None) -> Tensor:
+    """Adds the output of a part to the residual stream, in place. Returns the input of the next part."""
+    if out_norm is not None:
+        out = out_norm(out)
+    if shape.residual_scale != 1:
+        out = out.mul_(shape.residual_scale)
+    return residual.add_(out) if in_norm is None else in_norm.of_sum(out, residual)
 
 
 def build_model(
@@ -114,7 +167,7 @@ def build_model(
     """
     source = WeightSource(weights, ops, dtype, device, form)
     with _load_threads(shape.num_parameters):
-        model = OptDecoder(shape, source, ops) if shape.architecture == "opt" else Decoder(shape, source, ops)
+        model = Decoder(shape, source, ops)
     source.warn_about_dequantized()
     return model
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ModelError, shown
-from quire.models.shape import MAX_SIZE
+from quire.models.rope import MAX_SIZE
 from quire.safe_io import check_regular, open_file, read_bytes
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ The backends `CpuOps` and `TritonOps` implement the same methods; tests compare 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.models.cpu_ops import CpuOps
+    from quire.models.ffn.gated import GateActivation, Gated
+    from quire.models.ffn.plain import Plain
+    from quire.models.mixers.attention import Attention
+    from quire.models.norms import Norm
+    from quire.models.shape import LayerShape
     from quire.models.triton_ops import TritonOps
 
 HEAD_BLOCK = 4096
@@ -31,17 +36,18 @@ Embedding = Callable[["Tensor"], "Tensor"]
 """Token ids int64 [R] -> [R, E]."""
 
 
-class GatedLayer(NamedTuple):
-    """One layer of a gated decoder; E channels, F inner ones."""
+class Layer(NamedTuple):
+    """One layer of a decoder.
 
-    qkv: Linear  # [R, E] -> [R, (H*G + 2H) * D], queries, keys, values
-    q_norm: Tensor | None  # [D]
-    k_norm: Tensor | None  # [D]
-    o: Linear
-    mlp_norm: Tensor  # [E]
-    gate_up: Linear  # [R, E] -> [R, F], silu(gate) * up
-    down: Linear
-    next_norm: Tensor  # [E]: the next layer's first norm, or the model's last
+    norms      of the layer, by the names of `NormPlaces`
+    next_norm  that of the next layer's input, or the model's last; None: the residual stream goes on as it is
+    """
+
+    shape: LayerShape
+    mixer: Attention
+    ffn: Gated | Plain
+    norms: Mapping[str, Norm]
+    next_norm: Norm | None
 
 
 Stack = Callable[["Tensor", "Tensor", int], "Tensor"]
@@ -52,15 +58,16 @@ the last norm's output; see StepPlan.address."""
 class GatedLinear:
     """A product followed by the gate."""
 
-    __slots__ = ("_gated", "linear")
+    __slots__ = ("_activation", "_gated", "linear")
 
-    def __init__(self, ops: Ops, linear: Linear) -> None:
+    def __init__(self, ops: Ops, linear: Linear, activation: GateActivation) -> None:
         self._gated = ops.gated
+        self._activation = activation
         self.linear = linear
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` [R, K] -> [R, F]."""
-        return self._gated(self.linear(x))
+        return self._gated(self.linear(x), self._activation)
 
 
 class ConcatLinear:
@@ -183,7 +190,7 @@ class TorchOps:
         weight = read(weight)
         return self.embedding(weight, dtype), self.head(weight, dtype)
 
-    def stack(self, layers: Sequence[GatedLayer], eps: float) -> Stack | None:
+    def stack(self, layers: Sequence[Layer], eps: float) -> Stack | None:
         """The layers as one call; None if the backend can only run them one by one."""
         return None
 
@@ -199,16 +206,29 @@ class TorchOps:
         """
         return functional.rms_norm(residual.add_(x), weight.shape, weight, eps)
 
-    def gated_linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """The product with weights [2F, K], gates first, followed by `gated`: x [R, K] -> [R, F]."""
-        return GatedLinear(self, self.linear(parts, bias, dtype))
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """`(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias` over the last dimension of x [R, E]."""
+        return functional.layer_norm(x, weight.shape, weight, bias, eps)
 
-    def gated(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of gate_up [R, 2F], gate first; returns [R, F]. Computes silu in the model's dtype, then the
-        product.
+    def gated_linear(
+        self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, activation: GateActivation
+    ) -> Linear:
+        """The product with weights [2F, K], gates first, followed by `gated`: x [R, K] -> [R, F]."""
+        return GatedLinear(self, self.linear(parts, bias, dtype), activation)
+
+    def gated(self, gate_up: Tensor, activation: GateActivation) -> Tensor:
+        """act(gate) * up of gate_up [R, 2F], gate first; returns [R, F]. Computes the activation in the model's dtype,
+        then the product.
         """
         gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate).mul_(up)
+        return gate_activation(gate, activation).mul_(up)
+
+
+def gate_activation(gate: Tensor, activation: GateActivation) -> Tensor:
+    """The activation of gates."""
+    if activation == "gelu-tanh":
+        return functional.gelu(gate, approximate="tanh")
+    return functional.silu(gate)
 
 
 Ops: TypeAlias = "TorchOps | CpuOps | TritonOps"

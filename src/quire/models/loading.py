@@ -16,6 +16,7 @@ from quire.models.quants import GROUP_CODES, PLAIN, Blocks, LazyWeight, eight_bi
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quire.models.ffn.gated import GateActivation
     from quire.models.layers import Embedding, Linear, Ops
     from quire.models.shape import ModelShape
     from quire.models.weights import Checkpoint
@@ -129,9 +130,13 @@ class WeightSource:
             return self._ops.tied(weight, self._dtype)
         return self._ops.embedding(weight, self._dtype), None
 
+    def constant(self, numbers: Sequence[float]) -> Tensor:
+        """Numbers in the model's dtype and on its device."""
+        return torch.tensor(numbers, dtype=self._dtype, device=self._device)
+
     def key_bias(self, shape: ModelShape) -> Tensor | None:
         """The key bias of every layer and head, float32 [L, H, D]; see plan.Model."""
-        if not shape.qkv_bias or shape.qk_norm:
+        if any(not layer.mixer.qkv_bias or layer.mixer.qk_norm for layer in shape.layers):
             return None
         found = torch.stack([self.tensor(f"layers.{index}.k.bias").float() for index in range(shape.num_layers)])
         return found.view(shape.num_layers, shape.num_kv_heads, shape.head_dim)
@@ -140,13 +145,17 @@ class WeightSource:
         """The output head over the matrix `NAME.weight`: float32 logits."""
         return self._ops.head(self._weight(name), self._dtype)
 
-    def linear(self, *names: str, bias: bool, gated: bool = False) -> Linear:
-        """One product over the matrices `NAME.weight`, with concatenated outputs, and optionally `NAME.bias`. The first
-        of two matrices may gate the second.
-        """
+    def linear(self, *names: str, bias: bool) -> Linear:
+        """One product over the matrices `NAME.weight`, with concatenated outputs, and optionally `NAME.bias`."""
+        return self._ops.linear(*self._parts(names, bias), self._dtype)
+
+    def gated_linear(self, *names: str, bias: bool, activation: GateActivation) -> Linear:
+        """The product over two matrices, of which the first gates the second."""
+        return self._ops.gated_linear(*self._parts(names, bias), self._dtype, activation)
+
+    def _parts(self, names: Sequence[str], bias: bool) -> tuple[list[LazyWeight], Tensor | None]:
         offset = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
-        make = self._ops.gated_linear if gated else self._ops.linear
-        return make(_merged([self._weight(name) for name in names]), offset, self._dtype)
+        return _merged([self._weight(name) for name in names]), offset
 
     def _weight(self, name: str) -> LazyWeight:
         """One matrix, in blocks or plain."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.errors import ModelError
-from quire.models.shape import MAX_SIZE
+from quire.models.rope import MAX_SIZE
 
 
 class CheckedSettings:
@@ -43,11 +43,11 @@ class CheckedSettings:
             raise self._wrong(key, value, f"at least {least:g}")
         return float(value)
 
-    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number, at least `least`."""
+    def count(self, key: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE) -> int:
+        """A whole number from `least` to `most`."""
         value = self.number(key, default)
-        if not least <= value <= MAX_SIZE or value != int(value):
-            raise self._wrong(key, self._value(key, default), f"a whole number from {least} to {MAX_SIZE}")
+        if not least <= value <= most or value != int(value):
+            raise self._wrong(key, self._value(key, default), f"a whole number from {least} to {most}")
         return int(value)
 
     def flag(self, key: str, default: bool = False) -> bool:

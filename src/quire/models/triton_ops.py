@@ -26,7 +26,8 @@ from quire.models.triton_packed import PackedMatrix, unit_sums
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from quire.models.layers import Embedding, GatedLayer, Linear
+    from quire.models.ffn.gated import GateActivation
+    from quire.models.layers import Embedding, Layer, Linear
     from quire.models.quants import Weight
 
 VECTOR_ROWS, VECTOR_COLUMNS, VECTOR_STAGES = 8, 512, 4
@@ -74,13 +75,16 @@ def _gated(
     gate_up,       # [R, 2 F], dense
     out,           # [R, F], dense
     F: tl.constexpr, BLOCK: tl.constexpr,
+    TANH: tl.constexpr,  # gelu with tanh; otherwise silu
 ):  # fmt: skip
     # grid: [ceil(F / BLOCK), R]
     f = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1).to(tl.int64)
     gate = tl.load(gate_up + row * (2 * F) + f, mask=f < F, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * F) + F + f, mask=f < F, other=0.0).to(tl.float32)
-    tl.store(out + row * F + f, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=f < F)
+    # gelu with tanh is silu at another place: (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)).
+    slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if TANH else gate
+    tl.store(out + row * F + f, (gate / (1.0 + tl.exp(-slope)) * up).to(out.dtype.element_ty), mask=f < F)
 
 
 @triton.jit
@@ -212,11 +216,17 @@ class TritonOps:
             return PackedLinear(packed, bias, self._vector)
         return TritonLinear(weights[0] if len(weights) == 1 else torch.cat(weights), bias, self._vector)
 
-    def gated_linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    def gated_linear(
+        self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, activation: GateActivation
+    ) -> Linear:
         """The product, then the gate in a kernel of its own."""
-        return GatedLinear(self, self.linear(parts, bias, dtype))
+        return GatedLinear(self, self.linear(parts, bias, dtype), activation)
 
-    def stack(self, layers: Sequence[GatedLayer], eps: float) -> None:
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Torch's own."""
+        return functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def stack(self, layers: Sequence[Layer], eps: float) -> None:
         """None: layers run one by one, and a CUDA graph captures the step."""
 
     def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
@@ -259,8 +269,8 @@ class TritonOps:
         )
         return self._launch_norm(x, residual, weight, eps, 1, 0)
 
-    def gated(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of [R, 2F]."""
+    def gated(self, gate_up: Tensor, activation: GateActivation) -> Tensor:
+        """act(gate) * up of [R, 2F]."""
         assert gate_up.dim() == 2 and gate_up.is_contiguous() and gate_up.shape[1] % 2 == 0, (
             f"{tuple(gate_up.shape)}, {gate_up.stride()}"
         )
@@ -268,7 +278,13 @@ class TritonOps:
         out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
         if rows:
             _gated[(triton.cdiv(width, GATED_ELEMENTS), rows)](
-                gate_up, out, F=width, BLOCK=GATED_ELEMENTS, num_warps=4, enable_fp_fusion=True
+                gate_up,
+                out,
+                F=width,
+                BLOCK=GATED_ELEMENTS,
+                TANH=activation == "gelu-tanh",
+                num_warps=4,
+                enable_fp_fusion=True,
             )
         return out
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from quire.errors import ModelError
-from quire.models.families import gguf_name, hf_name, shape_from_config, shape_from_gguf
+from quire.models.families import FAMILIES, GGUF_FAMILIES, shape_from_config, shape_from_gguf
+from quire.models.families.names import PartRows, TensorNames, rows_of, text_names
 from quire.models.files import read_json
 from quire.models.gguf_file import GgufFile
 from quire.models.quants import BLOCK_KINDS, Blocks, dequantize
@@ -26,7 +27,7 @@ from quire.safe_io import check_regular
 log = logging.getLogger("quire")
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
@@ -42,7 +43,8 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Supported dtypes of files, and the dtype in which such a model runs.
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float32"}
 # Tensors of some checkpoints that a decoder does not need.
-_IGNORED = ("rotary_emb.inv_freq", "rope_freqs.weight", "masked_bias")
+_FACTORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")
+_IGNORED = ("rotary_emb.inv_freq", "masked_bias", *(f"{name}.weight" for name in _FACTORS))
 
 
 class Checkpoint(ABC):
@@ -120,32 +122,35 @@ class SafetensorsCheckpoint(Checkpoint):
         generation = read_json(folder / "generation_config.json")
         with one_line(folder):
             self.shape = shape_from_config(config, generation)
+        self._family = FAMILIES[config["model_type"]]
         self._files: dict[str, _File] = {}
-        stored: dict[str, tuple[int, ...]] = {}
         self.path, self.files = folder, tuple(_weight_files(folder))
         for path in self.files:
             file = _File(path)
-            for name, size in file.shapes.items():
-                stored[name] = size
-                self._files[name] = file
-        # Checkpoints of the bare decoder have no "model." prefix.
-        bare = not any(name.startswith("model.") for name in stored)
-
-        def stored_name(name: str) -> str:
-            return hf_name(name, self.shape.architecture).removeprefix("model." if bare else "")
-
-        head, embed = stored_name("head.weight"), stored_name("embed.weight")
+            self._files.update(dict.fromkeys(file.shapes, file))
+        # The names of the text model as its own files have them -> the names in these files.
+        self._stored, skipped = text_names(self._files, has_other_parts=bool(self._family.text_in))
+        if skipped:
+            parts = ", ".join(sorted({name.removeprefix("model.").split(".")[0] for name in skipped}))
+            log.warning("%s: only the text model is run; %d tensors of %s are skipped", folder, len(skipped), parts)
+        stored = {name: self._files[place].shapes[place] for name, place in self._stored.items()}
+        names = self._family.names
+        head, embed = names.stored("head.weight").name, names.stored("embed.weight").name
         spare = {head} if self.shape.tied_embeddings else set()
-        if self.shape.tied_embeddings and {head, embed} <= stored.keys() and not self._are_equal(head, embed):
+        if (
+            self.shape.tied_embeddings
+            and {head, embed} <= stored.keys()
+            and not self._are_equal(self._stored[head], self._stored[embed])
+        ):
             # As in transformers 5. Older versions always used the embedding.
             log.warning(
                 "%s: tie_word_embeddings is true, but %s differs from %s: the head is used", folder, head, embed
             )
             self.shape = dataclasses.replace(self.shape, tied_embeddings=False)
-        self._names = _match(self.shape, stored_name, stored, spare, folder)
+        self._rows = _match(self.shape, names, stored, spare, folder)
         if not {config.get("dtype"), config.get("torch_dtype")} - {None, "", "auto"}:
             # The settings have no dtype: the dtype of the embedding decides.
-            self.shape = dataclasses.replace(self.shape, dtype=_DTYPES[self._files[embed].dtypes[embed]])
+            self.shape = dataclasses.replace(self.shape, dtype=_DTYPES[self.kind("embed.weight")])
 
     def _are_equal(self, *names: str) -> bool:
         """Whether two stored matrices have the same numbers."""
@@ -160,14 +165,24 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """See Checkpoint.tensor."""
-        stored = self._names[name]
-        found = self._files[stored].tensor(stored)
+        place, names = self._rows[name], self._family.names
+        file, stored = self._file_of(place)
+        found = file.tensor(stored) if place.is_whole else file.rows(stored, place.first, place.end)
+        if names.norm_offset and name.endswith("norm.weight"):
+            found = found.float() + names.norm_offset
+        order = channel_order(self.shape, names, name)
+        if order is not None:
+            found = found[order]
         return found if dtype is None else found.to(dtype)
 
     def kind(self, name: str) -> str:
         """See Checkpoint.kind."""
-        stored = self._names[name]
-        return self._files[stored].dtypes[stored]
+        file, stored = self._file_of(self._rows[name])
+        return file.dtypes[stored]
+
+    def _file_of(self, place: PartRows) -> tuple[_File, str]:
+        stored = self._stored[place.name]
+        return self._files[stored], stored
 
     def close(self) -> None:
         """See Checkpoint.close."""
@@ -223,7 +238,7 @@ class _File:
 
 
 class GgufCheckpoint(Checkpoint):
-    """A GGUF of llama, qwen2 or qwen3 architecture: one file, or all its parts."""
+    """A GGUF: one file, or all its parts."""
 
     def __init__(self, path: Path) -> None:
         self._file = GgufFile(path)
@@ -236,32 +251,35 @@ class GgufCheckpoint(Checkpoint):
         with one_line(path):
             self.shape = shape_from_gguf(self._file.header.metadata, tensors, vocab_size, self._rope_factors())
         sizes = {name: item.shape for name, item in tensors.items()}
-        self._names = _match(self.shape, gguf_name, sizes, set(), path)
+        self._names = GGUF_FAMILIES[self.shape.architecture].names
+        self._rows = _match(self.shape, self._names, sizes, set(), path)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """See Checkpoint.tensor; quantized blocks are decoded."""
-        stored = self._file.header.tensors[self._names[name]]
+        place = self._rows[name]
+        stored = self._file.header.tensors[place.name]
         if dtype is None:
             dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored.kind, torch.float32)
         try:
             found = dequantize(self._file.bytes_of(stored), stored.kind, stored.shape, dtype)
         except ModelError as error:
             raise ModelError(f"tensor {stored.name}: {error}") from None
-        found = self._in_order(name, found)
+        found = self._in_order(name, found[place.first : place.end])
         self._file.unmap(stored)
         return found
 
     def kind(self, name: str) -> str:
         """See Checkpoint.kind."""
-        return self._file.header.tensors[self._names[name]].kind
+        return self._file.header.tensors[self._rows[name].name].kind
 
     def blocks(self, name: str) -> Blocks | None:
         """See Checkpoint.blocks; a copy."""
-        stored = self._file.header.tensors[self._names[name]]
+        place = self._rows[name]
+        stored = self._file.header.tensors[place.name]
         if stored.kind not in BLOCK_KINDS or len(stored.shape) != 2:
             return None
         rows, inputs = stored.shape
-        raw = self._in_order(name, self._file.bytes_of(stored).view(rows, -1)).clone()
+        raw = self._in_order(name, self._file.bytes_of(stored).view(rows, -1)[place.first : place.end]).clone()
         self._file.unmap(stored)
         return Blocks(stored.kind, raw, inputs)
 
@@ -269,22 +287,41 @@ class GgufCheckpoint(Checkpoint):
         """See Checkpoint.close."""
         self._file.close()
 
-    def _rope_factors(self) -> tuple[float, ...]:
-        """Divisors of the rotation's frequencies; empty when the file has none."""
-        stored = self._file.header.tensors.get("rope_freqs.weight")
-        if stored is None:
-            return ()
-        if len(stored.shape) != 1 or not stored.num_bytes:
-            raise ModelError(f"tensor rope_freqs.weight has shape {list(stored.shape)}; it must be one row of numbers")
-        return tuple(dequantize(self._file.bytes_of(stored), stored.kind, stored.shape, torch.float32).tolist())
+    def _rope_factors(self) -> dict[str, tuple[float, ...]]:
+        """Divisors of the rotation's frequencies, by the names of their tensors."""
+        found = {}
+        for name in _FACTORS:
+            stored = self._file.header.tensors.get(f"{name}.weight")
+            if stored is None:
+                continue
+            if len(stored.shape) != 1 or not stored.num_bytes:
+                raise ModelError(f"tensor {name}.weight has shape {list(stored.shape)}; it must be one row of numbers")
+            numbers = dequantize(self._file.bytes_of(stored), stored.kind, stored.shape, torch.float32)
+            found[name] = tuple(numbers.tolist())
+        return found
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
-        """Undoes the row order of llama files: there q and k pair neighbouring channels (2i, 2i+1) for rotation."""
-        part = name.split(".")[-2]
-        if self.shape.architecture != "llama" or part not in ("q", "k"):
-            return rows
-        heads = self.shape.num_q_heads if part == "q" else self.shape.num_kv_heads
-        return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+        order = channel_order(self.shape, self._names, name)
+        return rows if order is None else rows[order]
+
+
+def channel_order(shape: ModelShape, names: TensorNames, name: str) -> Tensor | None:
+    """The stored row at each place of a tensor of q or k, where files order the channels of heads differently. None:
+    the rows are in order.
+    """
+    _, _, rest = name.partition(".")
+    index, _, part = rest.partition(".")
+    part = part.split(".")[0]
+    if part not in ("q", "k", "q_norm", "k_norm"):
+        return None
+    mixer = shape.layers[int(index)].mixer
+    channels = None if mixer.rope is None else mixer.rope.channels(interleaved=names.interleaved)
+    if channels is None:
+        return None
+    if part.endswith("norm") and mixer.qk_norm == "heads":
+        return torch.from_numpy(channels)
+    heads = mixer.num_q_heads if part.startswith("q") else mixer.num_kv_heads
+    return (torch.arange(heads)[:, None] * mixer.head_dim + torch.from_numpy(channels)).flatten()
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -322,29 +359,29 @@ def _inside(folder: Path, name: str, source: Path) -> Path:
 
 def _match(
     shape: ModelShape,
-    name_of: Callable[[str], str],
+    tensor_names: TensorNames,
     stored: Mapping[str, tuple[int, ...]],
     spare: Collection[str],
     source: Path,
-) -> dict[str, str]:
-    """Canonical name -> stored name.
+) -> dict[str, PartRows]:
+    """Canonical name -> rows of a stored tensor.
 
     Checks that every tensor of the shape exists with its size, and that the decoder uses every stored tensor.
     """
     # Checked before the names are listed: the list of a damaged number of layers could fill the memory.
     if shape.num_layers > len(stored):
         raise ModelError(f"{source}: {shape.num_layers} layers, but only {len(stored)} tensors")
-    names = {name: name_of(name) for name in shape.tensor_shapes}
-    for name, expected in shape.tensor_shapes.items():
-        found = stored.get(names[name])
+    places = {name: rows_of(tensor_names.stored(name), name, shape.tensor_shapes) for name in shape.tensor_shapes}
+    for place in places.values():
+        found = stored.get(place.name)
         if found is None:
-            raise ModelError(f"{source}: tensor {names[name]} is missing")
-        if found != expected:
-            raise ModelError(f"{source}: tensor {names[name]} has shape {list(found)}, expected {list(expected)}")
-    used = set(names.values())
+            raise ModelError(f"{source}: tensor {place.name} is missing")
+        if found != place.shape:
+            raise ModelError(f"{source}: tensor {place.name} has shape {list(found)}, expected {list(place.shape)}")
+    used = {place.name for place in places.values()}
     for name in stored:
         if name not in used and name not in spare and not name.endswith(_IGNORED):
             raise ModelError(
                 f"{source}: tensor {name} is not part of a {shape.architecture} model of this configuration"
             )
-    return names
+    return places

@@ -47,8 +47,9 @@ class _Far:
 
 
 def states_bytes(shape: ModelShape, dtype: torch.dtype, rows: int, count: int) -> int:
-    """Most bytes of the states of `count` micro-batches that have `rows` rows together: two tensors each."""
-    return 2 * (rows * shape.hidden_size * dtype.itemsize + count * BLOCK_BYTES)
+    """Most bytes of the states of `count` micro-batches that have `rows` rows together."""
+    tensors = [shape.hidden_size * dtype.itemsize] * (1 + shape.is_fused) + [8] * shape.reads_positions
+    return rows * sum(tensors) + len(tensors) * count * BLOCK_BYTES
 
 
 class HiddenStates:

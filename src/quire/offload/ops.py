@@ -14,6 +14,7 @@ from torch.nn import functional
 from quire.kernels.memory import WeightMemory
 from quire.models.cpu_ops import CpuOps
 from quire.models.cpu_panels import Panels
+from quire.models.ffn.gated import GateActivation
 from quire.models.layers import Linear
 from quire.models.quants import Blocks, LazyWeight, Weight, read
 
@@ -53,7 +54,12 @@ class RelocatableOps(CpuOps):
         self._moves: dict[str, Callable[[str, torch.Tensor], None]] = {}
 
     def panels(
-        self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
+        self,
+        parts: Sequence[Weight],
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        *,
+        gated: GateActivation | None = None,
     ) -> Panels:
         """Panels, whose memory may move."""
         found = super().panels(parts, bias, dtype, gated=gated)

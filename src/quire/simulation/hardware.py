@@ -30,10 +30,13 @@ from quire.config import (
 )
 from quire.engine.build import arena_pages, resolve, token_budget
 from quire.errors import ConfigError
+from quire.models.ffn.gated import GatedShape
 from quire.models.layers import torch_dtype
 from quire.models.loading import loaded_bytes, loaded_kind
+from quire.models.mixers.attention import AttentionShape
+from quire.models.norms import NormShape
 from quire.models.quants import BLOCK_KINDS
-from quire.models.shape import ITEM_BYTES, ModelShape
+from quire.models.shape import ITEM_BYTES, LayerShape, ModelShape
 from quire.models.weights import stored_shape
 from quire.options import format_bytes
 from quire.placement.placement_file import Gpus
@@ -175,11 +178,14 @@ class Target:
             scheduler=dataclasses.replace(limits, token_budget=token_budget(config, "cuda")),
             runtime=RuntimeConfig(device="cpu", threads=1),
         )
+        attention = AttentionShape(
+            num_q_heads=1, num_kv_heads=1, head_dim=max(1, round(latency.token_bytes / 4 / grain)), rope=None,
+            window=self.shape.sliding_window,
+        )  # fmt: skip
         shape = ModelShape(
-            architecture="llama", vocab_size=self.shape.vocab_size, hidden_size=FLAT_HIDDEN, num_layers=1,
-            num_q_heads=1, num_kv_heads=1, head_dim=max(1, round(latency.token_bytes / 4 / grain)), ffn_size=1,
-            max_context=context, norm_eps=1e-5, rope=None, dtype="float16",
-            sliding_window=self.shape.sliding_window,
+            architecture="llama", vocab_size=self.shape.vocab_size, hidden_size=FLAT_HIDDEN,
+            layers=(LayerShape(mixer=attention, ffn=GatedShape(ffn_size=1)),), max_context=context,
+            norm=NormShape(1e-5), dtype="float16",
         )  # fmt: skip
         resolved, sizes = resolve(flat, shape)
         return Plan(shape, resolved, dataclasses.replace(sizes, weight_bytes=int(latency.weight_bytes)), latency)

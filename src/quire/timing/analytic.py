@@ -24,7 +24,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from quire.errors import ConfigError
-from quire.models.shape import ModelShape
+from quire.models.ffn.gated import GatedShape
+from quire.models.ffn.plain import PlainShape
+from quire.models.mixers.attention import AttentionShape
+from quire.models.norms import NormShape
+from quire.models.shape import LayerShape, ModelShape
 from quire.timing.devices import Device
 from quire.timing.latency import Link, Origin, StepWork
 
@@ -33,11 +37,18 @@ def _shape(
     layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, context: int, *, is_opt: bool = False
 ) -> ModelShape:
     """A model of Llama's family or of OPT's. Nothing here depends on how it rotates."""
+    head_dim = hidden // heads
+    part = PlainShape(ffn_size=ffn, bias=True) if is_opt else GatedShape(ffn_size=ffn)
+    layer = LayerShape(
+        mixer=AttentionShape(
+            num_q_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, rope=None, qkv_bias=is_opt, o_bias=is_opt
+        ),
+        ffn=part,
+    )
     return ModelShape(
-        architecture="opt" if is_opt else "llama", vocab_size=vocab, hidden_size=hidden, num_layers=layers,
-        num_q_heads=heads, num_kv_heads=kv_heads, head_dim=hidden // heads, ffn_size=ffn, max_context=context,
-        norm_eps=1e-5, rope=None, tied_embeddings=is_opt, qkv_bias=is_opt, o_bias=is_opt, mlp_bias=is_opt,
-        activation="relu" if is_opt else "silu", dtype="float16",
+        architecture="opt" if is_opt else "llama", vocab_size=vocab, hidden_size=hidden, layers=(layer,) * layers,
+        max_context=context, norm=NormShape(1e-5, "layer", has_bias=True) if is_opt else NormShape(1e-5),
+        tied_embeddings=is_opt, learned_positions=is_opt, dtype="float16",
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from quire.models.shape import ModelShape
 from tests.effort import examples
 from tests.engines import generate, make_engine
 from tests.kernels.pages import DTYPES, KINDS, vectors
-from tests.tiny_models import tiny_shape
+from tests.tiny_models import of_layers, tiny_shape
 
 
 def stored(x: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ def test_bits_of_a_number() -> None:
 
 @pytest.mark.parametrize("dim", [15, 65, 258])
 def test_head_sizes_it_cannot_store_are_refused(dim: int) -> None:
-    shape = replace(tiny_shape("opt"), head_dim=dim)
+    shape = of_layers(tiny_shape("opt"), head_dim=dim)
     with pytest.raises(
         ConfigError, match=f"g4 stores heads whose size is a multiple of 2 up to 256, not {dim}; use cache.codec dense"
     ):

@@ -20,7 +20,7 @@ from quire.errors import ConfigError
 from tests.effort import examples
 from tests.kernels.pages import DTYPES, KINDS, vectors
 from tests.nuq_tables import random_tables, tables_of, uniform_codebook
-from tests.tiny_models import tiny_shape
+from tests.tiny_models import of_layers, tiny_shape
 
 TWO_BITS = (-1.0, -1 / 3, 1 / 3, 1.0)
 """Uniform centroids over a range."""
@@ -202,7 +202,7 @@ def test_sizes_of_pages() -> None:
 
 @pytest.mark.parametrize(("dim", "nearest"), [(8, "g4"), (24, "g4"), (72, "g4"), (272, "dense")])
 def test_head_sizes_it_cannot_store_are_refused(dim: int, nearest: str) -> None:
-    shape = dataclasses.replace(tiny_shape("opt"), head_dim=dim)
+    shape = of_layers(tiny_shape("opt"), head_dim=dim)
     with pytest.raises(ConfigError, match=f"multiple of 16 up to 256, not {dim}; use cache.codec {nearest}"):
         resolve(EngineConfig.from_options({"cache.codec": "nuq3", "runtime.device": "cpu"}), shape)
 

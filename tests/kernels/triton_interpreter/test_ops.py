@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.models.ffn.gated import GateActivation
 from quire.models.layers import TorchOps
 from quire.models.triton_ops import TritonOps
 
@@ -40,10 +41,13 @@ def test_norms_of_heads_read_strided_views(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, width", [(1, 80), (3, 1500)])
-def test_gated_is_torch_s(rows: int, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rows, width, activation", [(1, 80, "silu"), (3, 1500, "silu"), (3, 80, "gelu-tanh")])
+def test_gated_is_torch_s(rows: int, width: int, activation: GateActivation, dtype: torch.dtype) -> None:
     gate_up = 3 * random(rows, 2 * width, dtype=dtype)
-    assert relative_rms(TritonOps().gated(gate_up), TorchOps().gated(gate_up.float())) < TOLERANCE[dtype]
+    assert (
+        relative_rms(TritonOps().gated(gate_up, activation), TorchOps().gated(gate_up.float(), activation))
+        < TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -86,7 +86,7 @@ def test_products_are_gated(rows: int) -> None:
     x = 1e-4 * torch.randn(rows, 256)
     gate, up = expected(x, parts).chunk(2, 1)
     exact = torch.nn.functional.silu(gate) * up
-    assert error(TritonOps().gated_linear(parts, None, torch.float32)(x), exact) < 4e-6
+    assert error(TritonOps().gated_linear(parts, None, torch.float32, "silu")(x), exact) < 4e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -245,7 +245,7 @@ class LayerTimer:
         The checkpoint may be closed afterwards.
         """
         shape, enough = checkpoint.shape, max(2, round(COLD_BYTES / layer_bytes))
-        self._shape = dataclasses.replace(shape, num_layers=min(shape.num_layers, enough))
+        self._shape = dataclasses.replace(shape, layers=shape.layers[:enough])
         self._dtype = dtype
         self._device = device
         self._model = build_model(

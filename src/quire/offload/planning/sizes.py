@@ -63,8 +63,8 @@ def sizes_of(
             outside += tensor_bytes(name, size)
     layers = shape.num_layers
     # A gated decoder passes on the normalised rows in addition to the residual stream.
-    streams = 1 if shape.architecture == "opt" else 2
-    stages = _stages(shape, item, 1 if gates_inside or shape.architecture == "opt" else 3)
+    streams = 1 + shape.is_fused
+    stages = _stages(shape, item, 1 if gates_inside or not shape.has_gates else 3)
     head = 2.0 * shape.vocab_size * (shape.embed_size or shape.hidden_size)
     return Sizes(
         num_layers=layers,

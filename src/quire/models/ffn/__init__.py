@@ -1,0 +1,1 @@
+"""The kinds of feed-forward parts, one module each: what each token goes through alone in a layer."""
