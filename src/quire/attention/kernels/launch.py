@@ -85,6 +85,6 @@ def profile_launch(dtype: torch.dtype, group_size: int, head_dim: int) -> Launch
     return Launch(max(128 if head_dim > 32 else 64, least), 8 if head_dim > 32 else 4, 3)
 
 
-def single_profile_launch(dtype: torch.dtype, group_size: int) -> Launch:
+def single_profile_launch(dtype: torch.dtype, group_size: int, head_dim: int) -> Launch:
     """The launch that profiles slices of one row. Most of its time goes into reading keys, and decoding them."""
     return Launch(max(16, triton.next_power_of_2(group_size)), 8 if dtype == torch.float32 else 4, 2)
