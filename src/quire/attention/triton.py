@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.attention.kernels.launch import common_launch
+from quire.attention.kernels.launch import WIDE, common_launch
 from quire.attention.kernels.layout import MAX_PARTIALS, StepRows, lay_out
 from quire.attention.rows import RowSlice
 from quire.attention.spec import AttentionSpec
@@ -161,7 +161,7 @@ class TritonAttention:
         """The step's pieces in layers of a kind."""
         short, seeded, common, tallest = kind.launches
         if batch_size is not None:
-            warps = tallest.warps if self.tables else 4
+            warps = 4 if self.tables is None and kind.head_dim <= WIDE else tallest.warps
             common = common_launch(tallest, kind.group_size, batch_size, warps)
         layout = lay_out(
             slices,
