@@ -186,7 +186,6 @@ WIDE_SHAPES = [(torch.bfloat16, 4, 256), (torch.bfloat16, 8, 512), (torch.float3
 
 
 @combine(
-    strength=2,
     kind=("append", "append-seeded", "tall", "common-2", "common-8"),
     shape=WIDE_SHAPES,
     masked=[False, True],

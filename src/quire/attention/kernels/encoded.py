@@ -120,10 +120,8 @@ def attend_encoded(
     words,          # the same as i32
     table,          # i32 [C, LANES] page ids
     masks,          # i64 [C, LANES], visible slots of each page, 0 where there is no page; or None: all are visible
-    slot_positions, # i32 [C, LANES] ids of pages i32 [P] with the positions of slots; -1: consecutive; None without
-                    # masks
-    bases,          # i32 [C], position of a chunk's first slot if its index in the path does not give it, else -1; None
-                    # likewise
+    slot_positions, # i32 [C, LANES] ids of pages i32 [P] with positions of slots; -1: consecutive. None if masks are
+    bases,          # i32 [C], position of a chunk's first slot, -1 if its index in the path gives it. None likewise
     sidecars,       # i32 [C] page ids, -1 where there is none; SINKS only
     cos, sin,       # f32 [positions, D / 2]; ROTATE only
     turns,          # f32 [2, D / 2, P]: cosines and sines of the first P positions; ROTATE only

@@ -415,19 +415,13 @@ def add_kept(
     return total
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_kept",
-        "first_kept",
-        "count",
-        "first_position",
-        "first_start",
-        "num_words",
-        "first_page",
-        "num_pages",
-        "first_lane",
-    ]
-)
+_NUMBERS_OF_RECOVER = (
+    "num_kept", "first_kept", "count", "first_position", "first_start", "num_words", "first_page", "num_pages",
+    "first_lane",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_NUMBERS_OF_RECOVER)
 def recover(
     kept_queries,  # [layers, H, kept rows, G, D]
     kept_lse,      # f32 [layers, H, kept rows, G], base 2
