@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.reference import attend_dense, rotate
-from quire.attention.spec import Reading
+from quire.attention.spec import Scoring
 from quire.cache.codecs.nuq import NuqTables
 from quire.cache.codecs.packing import MAX_BITS
 from quire.cache.ledger import PAGE_TOKENS
@@ -143,7 +143,7 @@ class SimulatedPlan:
             k = torch.cat((old_keys[:start], keys[start:end])).transpose(0, 1)
             v = torch.cat((old_values[:start], values[start:end])).transpose(0, 1)
             at = self._at[:end]
-            out.append(attend_dense(queries[start:end], k, v, at[start:], at, Reading(self._shape.sliding_window)).o)
+            out.append(attend_dense(queries[start:end], k, v, at[start:], at, Scoring(self._shape.sliding_window)).o)
         return torch.cat(out).flatten(1).to(q.dtype)
 
     def _turn(self, x: Tensor) -> Tensor:
