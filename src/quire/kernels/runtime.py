@@ -27,7 +27,7 @@ _OPENMP_SYMBOLS = ("GOMP_parallel", "omp_get_num_threads")
 
 SIGNATURES: dict[str, list[type]] = {
     "quire_threads": [_PTR, _PTR, _I32],
-    "quire_stack": [_PTR, _I64, _F32, _PTR, _PTR, _I64],
+    "quire_stack": [_PTR, _PTR, _I64, _PTR, _PTR, _I64],
     "quire_attend": [_PTR, _I32, _PTR, _I64, _PTR],
     "quire_recover": [_PTR, _I32, _PTR, _I64, _PTR, _PTR],
     "quire_add_norm": [_I32, _PTR, _I64, _PTR, _PTR, _F32, _I64, _I64, _I64, _PTR],
@@ -43,6 +43,7 @@ SIGNATURES: dict[str, list[type]] = {
     "quire_group_decode": [_I32, _PTR, _PTR, _I64, _PTR, _PTR],
     "quire_move_slots": [_PTR, _PTR, _PTR, _PTR, _PTR, _PTR, _I64],
     "quire_gated": [_I32, _I32, _PTR, _I64, _I64, _PTR],
+    "quire_layer_norm": [_I32, _PTR, _PTR, _PTR, _F32, _I64, _I64, _PTR],
 }
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from quire.models.ffn.gated import GateActivation
-    from quire.models.layers import Embedding, Layer, Linear
+    from quire.models.layers import Embedding, Linear
     from quire.models.quants import Weight
 
 VECTOR_ROWS, VECTOR_COLUMNS, VECTOR_STAGES = 8, 512, 4
@@ -228,7 +228,7 @@ class TritonOps:
         """Torch's own."""
         return functional.layer_norm(x, weight.shape, weight, bias, eps)
 
-    def stack(self, layers: Sequence[Layer], eps: float) -> None:
+    def stack(self, layers: object, shape: object) -> None:
         """None: layers run one by one, and a CUDA graph captures the step."""
 
     def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
