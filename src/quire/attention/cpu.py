@@ -110,9 +110,8 @@ class CpuAttention:
     ) -> CpuPlan:
         """See AttentionBackend."""
         spec = self.spec
-        # With a window, a row stops seeing its oldest chunk from time to time.
         last = self._last
-        if moved is not None and last is not None and spec.only.window is None and last.advance(slices, moved):
+        if moved is not None and last is not None and last.advance(slices, moved):
             return last
         layout = lay_out(
             slices,

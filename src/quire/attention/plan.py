@@ -84,6 +84,7 @@ class StepLayout:
     num_singles  slices of one row at the beginning of the step
     num_staged   dense chunks outside the cache that the step needs for one layer: one for each chunk that it fills from
                  the first slot on. The id of staged chunk i is ~i
+    window       see Scoring
     """
 
     positions: NDArray[np.int32]
@@ -96,13 +97,19 @@ class StepLayout:
     seals: NDArray[np.int32]
     num_staged: int
     num_singles: int
+    window: int | None
 
     def advance(self, before: Sequence[RowSlice], slices: Sequence[RowSlice], moved: Sequence[int]) -> bool:
         """Advances the layout by one position. The rows `moved` are in other chunks now. Returns False, and the layout
-        must be discarded, if a run has no room, a moved row is or was profiled, or a chunk was or will be encoded.
+        must be discarded, if a run has no room, a moved row is or was profiled, a chunk was or will be encoded, or a
+        row's first chunk leaves the window.
         """
         positions = self.positions
         positions += 1
+        if self.window is not None and np.any(
+            (positions >= self.window) & ((positions + 1 - self.window) % PAGE_TOKENS == 0)
+        ):
+            return False
         if moved and (len(self.seals) or self.num_singles < len(slices)):
             return False
         for row in moved:
@@ -307,6 +314,7 @@ def lay_out(
         sources.seals,
         sources.num_staged,
         len(singles),
+        window,
     )
 
 
