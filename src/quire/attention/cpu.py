@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -39,7 +40,7 @@ class _Plan(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
-        ("sparse_values", ctypes.c_double),
+        *((name, ctypes.c_double) for name in ("scale", "soft_cap", "sparse_values")),
         *((name, ctypes.c_int64) for name in ("k_stride", "v_stride")),
         *((name, ctypes.c_int32) for name in _NUMBERS),
     )
@@ -68,13 +69,14 @@ class CpuAttention:
         self.encodes_by_layer = True
         self._last: CpuPlan | None = None
         # A tall piece reuses a page's scratch tiles. Beyond about 192 query rows, it leaves the second-level cache.
-        self.block_rows = 64 if spec.only.group_size <= 4 else 32
+        self.block_rows = 64 if spec.alike.group_size <= 4 else 32
         table = spec.table
         place = CODECS[table.sealed_codec.name].cases["cpu"] if table.encodes else ""
         self._codec = load(place)(table.sealed_codec) if place else None
         self._turns = _turns(spec) if table.encodes else None
         self._angles = _angles(spec) if table.encodes and spec.dtype == torch.bfloat16 else None
         self._scratch: dict[str, torch.Tensor] = {}
+        scoring = spec.layers[0].scoring
         self._fixed = _Plan(
             arena=table.arena.data.data_ptr(),
             table=table.pages.ctypes.data,
@@ -88,14 +90,16 @@ class CpuAttention:
             angles=self._angles.data_ptr() if self._angles is not None else None,
             sinks=table.sinks.num_tokens if table.sinks is not None else 0,
             dense_page=table.open_codec.page_bytes,
-            cos=spec.only.cos.data_ptr() if spec.only.cos is not None else None,
-            sin=spec.only.sin.data_ptr() if spec.only.sin is not None else None,
+            cos=spec.alike.cos.data_ptr() if spec.alike.cos is not None else None,
+            sin=spec.alike.sin.data_ptr() if spec.alike.sin is not None else None,
             L=spec.num_layers,
-            H=spec.only.num_kv_heads,
-            G=spec.only.group_size,
-            D=spec.only.head_dim,
-            window=spec.only.window or 0,
+            H=spec.alike.num_kv_heads,
+            G=spec.alike.group_size,
+            D=spec.alike.head_dim,
+            window=spec.alike.window or 0,
             kind=runtime.DTYPE_IDS[spec.dtype],
+            scale=scoring.scale_of(spec.alike.head_dim) * math.log2(math.e),
+            soft_cap=(scoring.soft_cap or 0) * math.log2(math.e),
             sparse_values=spec.sparse_values,
         )
 
@@ -116,9 +120,9 @@ class CpuAttention:
         layout = lay_out(
             slices,
             block_rows=self.block_rows,
-            num_heads=spec.only.num_kv_heads,
+            num_heads=spec.alike.num_kv_heads,
             workers=runtime.num_threads(),
-            window=spec.only.window,
+            window=spec.alike.window,
             encodes=spec.table.encodes,
             strict=spec.strict,
         )
@@ -135,7 +139,7 @@ class CpuAttention:
         layout = lay_out(
             slices,
             block_rows=self.block_rows,
-            num_heads=spec.only.num_kv_heads,
+            num_heads=spec.alike.num_kv_heads,
             workers=runtime.num_threads(),
             window=None,
         )
@@ -151,14 +155,14 @@ class CpuAttention:
 
 def _turns(spec: AttentionSpec) -> torch.Tensor:
     """The rotation of keys by slot, bfloat16 [D / 2, 2, P, 2]: (cos, -sin), then (sin, cos)."""
-    half = spec.only.head_dim // 2
-    if spec.only.cos is None or spec.only.sin is None:
+    half = spec.alike.head_dim // 2
+    if spec.alike.cos is None or spec.alike.sin is None:
         cos, sin = torch.ones(half, PAGE_TOKENS), torch.zeros(half, PAGE_TOKENS)
     else:
         # If the context is shorter than a page, the last slots have no angle. They are never filled.
         cos, sin = (
             functional.pad(part[:PAGE_TOKENS].T, (0, max(0, PAGE_TOKENS - len(part))))
-            for part in (spec.only.cos, spec.only.sin)
+            for part in (spec.alike.cos, spec.alike.sin)
         )
     both = torch.stack((torch.stack((cos, -sin), -1), torch.stack((sin, cos), -1)), 1)
     return both.to(torch.bfloat16).contiguous()
@@ -168,9 +172,9 @@ def _angles(spec: AttentionSpec) -> torch.Tensor | None:
     """Cosines and sines of all positions, interleaved, bfloat16 [positions, D / 2, 2]. They rotate the keys of slots
     that have positions of their own.
     """
-    if spec.only.cos is None or spec.only.sin is None:
+    if spec.alike.cos is None or spec.alike.sin is None:
         return None
-    return torch.stack((spec.only.cos, spec.only.sin), -1).to(torch.bfloat16)
+    return torch.stack((spec.alike.cos, spec.alike.sin), -1).to(torch.bfloat16)
 
 
 class CpuPlan:
@@ -203,7 +207,7 @@ class CpuPlan:
         plan.decode = only_reads or (not plan.num_seals and len(written) == len(slices) == len({*written}))
         self._scratch: dict[str, torch.Tensor] = {}  # buffers of the backend that kernels write, by field of the plan
         if layout.num_staged:
-            page_bytes = spec.only.num_kv_heads * spec.table.open_codec.page_bytes
+            page_bytes = spec.alike.num_kv_heads * spec.table.open_codec.page_bytes
             self._take_scratch(plan, staged=layout.num_staged * page_bytes)
         if any(piece.profiled is not None for piece in slices):
             self._profile(plan)
@@ -216,19 +220,19 @@ class CpuPlan:
             self._value_reads = backend.value_reads
             plan.value_reads = self._value_reads.data_ptr()
         if layout.num_partials:
-            heads = spec.only.num_kv_heads * spec.only.group_size
-            self._partial_o = np.empty((layout.num_partials, heads, spec.only.head_dim), np.float32)
+            heads = spec.alike.num_kv_heads * spec.alike.group_size
+            self._partial_o = np.empty((layout.num_partials, heads, spec.alike.head_dim), np.float32)
             self._partial_lse = np.empty((layout.num_partials, heads), np.float32)
             plan.partial_o, plan.partial_lse = self._partial_o.ctypes.data, self._partial_lse.ctypes.data
         self.lse: torch.Tensor | None = None
         """Log-sum-exp of the last layer's rows, float32 [R, H * G], natural log; None unless the backend keeps it."""
         if backend.keeps_lse:
-            self.lse = torch.empty(plan.num_rows, spec.only.num_kv_heads * spec.only.group_size)
+            self.lse = torch.empty(plan.num_rows, spec.alike.num_kv_heads * spec.alike.group_size)
             plan.lse = self.lse.data_ptr()
         self._plan = plan
         self.address = ctypes.addressof(plan)
         self._attend = backend.kernels.quire_attend
-        self._width = spec.only.num_kv_heads * spec.only.group_size * spec.only.head_dim
+        self._width = spec.alike.num_kv_heads * spec.alike.group_size * spec.alike.head_dim
         self._out: torch.Tensor | None = None
 
     def _take_scratch(self, plan: _Plan, **num_bytes: int) -> None:
@@ -242,7 +246,9 @@ class CpuPlan:
         starts = np.array([piece.start for piece in singles], np.int64)
         dropped = np.array([piece.num_dropped for piece in singles], np.int64)
         low = (
-            np.maximum(0, starts + 1 - spec.only.window) // PAGE_TOKENS if spec.only.window is not None else 0 * starts
+            np.maximum(0, starts + 1 - spec.alike.window) // PAGE_TOKENS
+            if spec.alike.window is not None
+            else 0 * starts
         )
         # With room for one more column, as the layout has.
         columns = starts // PAGE_TOKENS + 2 - dropped - low
@@ -253,7 +259,7 @@ class CpuPlan:
         rows[:, 3] = [piece.reads_all for piece in singles]
         self._sparse_rows = rows
         plan.sparse_rows, plan.num_sparse_rows = rows.ctypes.data, len(rows)
-        places = int(columns.sum()) * spec.only.num_kv_heads * spec.only.group_size
+        places = int(columns.sum()) * spec.alike.num_kv_heads * spec.alike.group_size
         self._take_scratch(plan, sparse_scores=places * PAGE_TOKENS * 4, sparse_slots=places * 8)
 
     def _profile(self, plan: _Plan) -> None:
@@ -261,9 +267,9 @@ class CpuPlan:
         spec = self._backend.spec
         assert spec.table.sums is not None, "a slice is profiled, and the chunk table has no column sums"
         found = self._columns = profiled_columns(
-            self.slices, window=spec.only.window, encodes=spec.table.encodes, strict=spec.strict
+            self.slices, window=spec.alike.window, encodes=spec.table.encodes, strict=spec.strict
         )
-        heads = spec.only.num_kv_heads * spec.only.group_size
+        heads = spec.alike.num_kv_heads * spec.alike.group_size
         plan.scored_rows = found.scored.ctypes.data
         plan.profiled_rows, plan.num_profiled_rows = found.rows.ctypes.data, len(found.rows)
         plan.profiles, plan.columns = found.profiles.ctypes.data, found.columns.ctypes.data
@@ -271,7 +277,7 @@ class CpuPlan:
         plan.kept_chunks, plan.num_kept_pages = found.kept_chunks.ctypes.data, len(found.kept_chunks)
         steps = self._backend.kernels.quire_query_steps(ctypes.addressof(plan))
         kept = spec.num_layers * found.num_kept * heads
-        key_bytes = PAGE_TOKENS * spec.only.head_dim * spec.dtype.itemsize
+        key_bytes = PAGE_TOKENS * spec.alike.head_dim * spec.dtype.itemsize
         self._take_scratch(
             plan,
             lse=plan.num_rows * heads * 4,
@@ -280,14 +286,14 @@ class CpuPlan:
             limits=plan.num_rows * heads * 4,
             kept_queries=kept * steps * 4,
             kept_limits=kept * 4,
-            kept_keys=spec.num_layers * spec.only.num_kv_heads * len(found.kept_chunks) * key_bytes,
+            kept_keys=spec.num_layers * spec.alike.num_kv_heads * len(found.kept_chunks) * key_bytes,
         )
 
     def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
         """See AttentionPlan."""
         spec, profiled = self._backend.spec, self.slices[slice_index].profiled
         assert profiled is not None and profiled.last_rows, f"no rows of slice {slice_index} are kept"
-        shape = spec.num_layers, spec.only.num_kv_heads
+        shape = spec.num_layers, spec.alike.num_kv_heads
         assert kept.shape[:2] == shape == local.shape, f"{kept.shape} and {local.shape} for {shape} layers and heads"
         kept, local = np.ascontiguousarray(kept, np.uint64), np.ascontiguousarray(local, np.int64)
         found = np.empty(shape)

@@ -89,7 +89,7 @@ void seal_page(const Plan& plan, int layer, const Seal& seal, int head) {
 template <class T>
 void turn_queries(const Plan& plan, const Piece& piece, int head, const T* q, int64_t q_stride, int origin, float* turned) {
     const int G = plan.G, D = plan.D;
-    const float scale = score_scale(D);
+    const float scale = static_cast<float>(plan.scale);
     for (int m = 0; m < piece.num_rows * G; m++) {
         const int row = piece.first_row + m / G;
         const int64_t angle = static_cast<int64_t>(plan.positions[row] - origin) * (D / 2);
@@ -121,6 +121,7 @@ void attend_codes(const Plan& plan, const Piece& piece, int head, int c, const P
     if (turns.by == BY_SLOT) score(plan.turns, std::integral_constant<Turn, BY_SLOT>{});
     else score(item.own, std::integral_constant<Turn, BY_POSITION>{});
     prefetch_angles(plan, after);
+    cap_scores(plan, COUNT * P, item.scores);
     hide_unseen(plan, piece, page, 0, COUNT, item.scores, P);
     store_scores(plan, piece, head, c, 0, COUNT, item.scores, P);
     load_ranges(page, item.scale, item.offset);
@@ -165,6 +166,7 @@ void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int
         const int count = item.rows - at < BLOCK ? item.rows - at : BLOCK;
         product<Math>(item.query + at * item.steps, item.steps, item.keys, SLOTS, item.scores, SLOTS, item.steps, count, SLOTS, nullptr,
                       keys_ahead[0]);
+        cap_scores(plan, count * SLOTS, item.scores);
         for (int i = 0; i < PAGES; i++) {
             hide_unseen(plan, piece, pages[i], at, count, item.scores + i * P, SLOTS);
             store_scores(plan, piece, head, c + i, at, count, item.scores + i * P, SLOTS);

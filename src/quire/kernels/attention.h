@@ -104,6 +104,8 @@ QUIRE_STRUCT(Plan,
     (uint64_t*, sparse_slots)            // [H * G, num_columns] of each sparse row: bit t is slot t; first the visible slots, then the selected ones
     (int32_t*, value_reads)              // [C, H, 2], or null: for each page whose values sparse rows read, they add 1 to the first number, and
                                          // the number of selected slots of all query heads to the second
+    (double, scale)                      // factor of q . k, in base 2: so the exponentials are powers of two
+    (double, soft_cap)                   // c in base 2: a score s becomes c * tanh(s / c); 0: it stays as it is
     (double, sparse_values)              // share of the values that a sparse row adds up
     (int64_t, k_stride) (int64_t, v_stride)
     (int32_t, num_pieces) (int32_t, num_merges) (int32_t, num_rows) (int32_t, num_seals)

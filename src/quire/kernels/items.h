@@ -67,7 +67,7 @@ struct Item {
 template <class Math, class T>
 inline void place_queries(const Plan& plan, const Piece& piece, int head, const T* q, int64_t q_stride, int origin, float* rotated, const Item& item) {
     const int G = plan.G, D = plan.D;
-    const float scale = score_scale(D);
+    const float scale = static_cast<float>(plan.scale);
     for (int r = 0; r < piece.num_rows; r++) {
         const int row = piece.first_row + r;
         const int64_t angle = static_cast<int64_t>(plan.positions[row] - origin) * (D / 2);

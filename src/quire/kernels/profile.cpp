@@ -89,6 +89,7 @@ void each_row(const Plan& plan, const Rows& rows, int low, int high, int start, 
     for (int at = low * plan.G; at < high * plan.G; at += BLOCK) {
         const int count = high * plan.G - at < BLOCK ? high * plan.G - at : BLOCK;
         product<Math>(rows.query + static_cast<int64_t>(at) * steps, steps, item.keys, P, item.scores, P, steps, count, P, nullptr, none);
+        cap_scores(plan, count * P, item.scores);
         for (int m = 0; m < count; m++) {
             float* s = item.scores + m * P;
             hide_unseen(plan, rows.position + (at + m) / plan.G, start, P, s, far);
@@ -123,7 +124,7 @@ void place_row(const Plan& plan, int layer, const ProfiledRow& profiled, const T
         float* limits = plan.limits + first;
         for (int g = 0; g < G; g++) {
             rotate(q + row * q_stride + (head * G + g) * D, plan.cos ? plan.cos + angle : nullptr, plan.cos ? plan.sin + angle : nullptr, D,
-                   score_scale(D), rotated);
+                   static_cast<float>(plan.scale), rotated);
             store_query<Math>(plan, rotated, query + g * steps);
             const float lse = plan.lse[static_cast<int64_t>(row) * H * G + head * G + g];
             limits[g] = lse > -INFINITY ? lse * LOG2E : INFINITY;   // a row that sees nothing gives probabilities of zero
@@ -214,8 +215,9 @@ void sum_column(const Plan& plan, int layer, int index, int head) {
         // With a window, later rows see only the last slots.
         const int whole = plan.window ? rows_before(rows.position, who.end, start + plan.window) : who.end;
         const int split = whole > who.later ? whole : who.later;
-        add_seen<Math>(plan, rows, who.later, split, item);
-        each_row<Math>(plan, rows, split, who.end, start, item, add);
+        const bool whole_sums = plan.soft_cap == 0;   // these are made within the product, where scores cannot be capped
+        if (whole_sums) add_seen<Math>(plan, rows, who.later, split, item);
+        each_row<Math>(plan, rows, whole_sums ? split : who.later, who.end, start, item, add);
     }
     float* page = reinterpret_cast<float*>(image_of(plan, layer, head, column.sums));
     const float share = 1.0f / static_cast<float>(plan.G);

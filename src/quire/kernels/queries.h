@@ -6,8 +6,24 @@ namespace quire {
 
 constexpr float LOG2E = 1.4426950408889634f;
 
-// The factor of scores, 1 / sqrt(D) in base 2: so the exponentials are powers of two.
-inline float score_scale(int D) { return LOG2E / std::sqrt(static_cast<float>(D)); }
+// tanh of each element. Near 0 a polynomial, because the quotient would lose digits.
+inline vf tanh(vf x) {
+    const vf size = x < splat(0.0f) ? -x : x, square = x * x;
+    const vf e = exp2(size * (-2 * LOG2E));
+    const vf far = (1.0f - e) / (1.0f + e);
+    vf near = splat(62.0f / 2835) * square - 17.0f / 315;
+    near = near * square + 2.0f / 15;
+    near = near * square - 1.0f / 3;
+    near = x + x * square * near;
+    return size < splat(0.25f) ? near : x < splat(0.0f) ? -far : far;
+}
+
+// Caps `count` scores, a multiple of VL, if the plan has a soft cap.
+inline void cap_scores(const Plan& plan, int count, float* scores) {
+    if (plan.soft_cap == 0) return;
+    const float cap = static_cast<float>(plan.soft_cap), inverse = 1 / cap;
+    for (int t = 0; t < count; t += VL) store(scores + t, tanh(load(scores + t) * inverse) * cap);
+}
 
 // Writes x [D] as floats, or as pairs (x[2j], x[2j + 1]) of bf16.
 template <class Math>

@@ -84,6 +84,7 @@ void score_item(const Plan& plan, int layer, const Piece& piece, int head, const
             load_keys<Math>(page, D, item.keys, P, ahead);
         }
         product<Math>(item.query, steps, item.keys, P, item.scores, P, steps, rows, P, nullptr, ahead);
+        cap_scores(plan, rows * P, item.scores);
         hide_unseen(plan, piece, page, 0, rows, item.scores, P);
         store_scores(plan, piece, head, c, 0, rows, item.scores, P);
         for (int m = 0; m < rows; m++) leave(m, c, seen_by(plan, page, plan.positions[piece.first_row + m / G]), item.scores + m * P);
