@@ -53,6 +53,11 @@ class AttentionLayer:
     rotation: int | None = None
     scoring: Scoring = PLAIN
 
+    @property
+    def num_heads(self) -> int:
+        """H * G, query heads."""
+        return self.num_kv_heads * self.group_size
+
 
 Angles = tuple["torch.Tensor", "torch.Tensor"]
 """Cosines and sines, float32 [positions, D / 2] each. A channel that is not rotated has cosine 1 and sine 0."""

@@ -331,14 +331,15 @@ class AttentionTimer:
                 made.append(RowSlice(start, count, path))
             plan = self._backend.plan(made)
             rows = sum(count for _, count in slices)
-            heads = spec.only.num_kv_heads
             here, beside = spec.table.arena.device, self._beside
-            q = torch.zeros(rows, heads * spec.only.group_size, spec.only.head_dim, dtype=spec.dtype)
-            k = torch.zeros(rows, heads, spec.only.head_dim, dtype=spec.dtype, device=here)
             device = here if beside is None else beside.device
-            q = q.to(device)
+            most = max(each.num_heads * each.head_dim for each in spec.layers)
+            zeros = torch.zeros(rows * most, dtype=spec.dtype, device=here)
+            queries = zeros.to(device)
             begun = finished(device)
-            for layer in range(spec.num_layers):
+            for layer, of in enumerate(spec.layers):
+                k = zeros[: rows * of.num_kv_heads * of.head_dim].view(rows, of.num_kv_heads, of.head_dim)
+                q = queries[: rows * of.num_heads * of.head_dim].view(rows, of.num_heads, of.head_dim)
                 plan.write(layer, k, k)
                 if beside is None:
                     plan.attend(layer, q)
