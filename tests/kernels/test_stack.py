@@ -88,7 +88,7 @@ def test_a_thread_count_that_changes_meanwhile_changes_nothing() -> None:
         ("llama", {}),
         ("qwen2", {}),
         ("qwen3", {}),
-        ("llama", {"o_bias": True, "mlp_bias": True, "tied_embeddings": False}),
+        ("llama", {"o_bias": True, "bias": True, "tied_embeddings": False}),
         ("mistral", {"sliding_window": 70}),
     ],
 )

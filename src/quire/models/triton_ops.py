@@ -82,8 +82,10 @@ def _gated(
     row = tl.program_id(1).to(tl.int64)
     gate = tl.load(gate_up + row * (2 * F) + f, mask=f < F, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * F) + F + f, mask=f < F, other=0.0).to(tl.float32)
-    # gelu with tanh is silu at another place: (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)).
-    slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if TANH else gate
+    slope = gate
+    if TANH:
+        # It is silu at another place: (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)). Below -80 the result is 0 in any case.
+        slope = tl.maximum(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate), -80.0)
     tl.store(out + row * F + f, (gate / (1.0 + tl.exp(-slope)) * up).to(out.dtype.element_ty), mask=f < F)
 
 

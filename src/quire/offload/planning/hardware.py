@@ -38,7 +38,7 @@ from quire.models.decoder import build_model
 from quire.offload.host import HostMemory, pinned
 from quire.offload.mover import IoRequest, Mover
 from quire.offload.ops import RelocatableOps
-from quire.offload.planning.profile import Attention, DiskSpeeds, Rate, Read, SecondsCurve
+from quire.offload.planning.profile import AttentionTimes, DiskSpeeds, Rate, Read, SecondsCurve
 from quire.offload.planning.quiet import quietest, spread
 from quire.offload.stream import NUM_READERS
 from quire.stores.direct import BLOCK_BYTES, REQUEST_BYTES, AlignedBuffer, DirectFile, allows_direct, measured_file
@@ -292,7 +292,7 @@ class AttentionTimer:
         self._max_context = max_context
         self._beside = beside
 
-    def decoding(self, rounds: int) -> Attention:
+    def decoding(self, rounds: int) -> AttentionTimes:
         """Seconds of a layer of rows that decode."""
         contexts = [each for each in CONTEXTS if each < self._max_context]
         lines: list[SecondsCurve] = []
@@ -301,7 +301,7 @@ class AttentionTimer:
                 lines.append(measure_curve(functools.partial(self.decode, rows), contexts, rounds))
         if not lines:
             raise QuireError(f"cache.memory holds no sequence of {contexts[-1]} tokens")
-        return Attention(ATTENTION_ROWS[: len(lines)], tuple(contexts), tuple(line.seconds for line in lines))
+        return AttentionTimes(ATTENTION_ROWS[: len(lines)], tuple(contexts), tuple(line.seconds for line in lines))
 
     def prompts(self, rounds: int) -> SecondsCurve:
         """Seconds of a layer of a prompt."""
