@@ -18,8 +18,8 @@ inline vf tanh(vf x) {
     return size < splat(0.25f) ? near : x < splat(0.0f) ? -far : far;
 }
 
-// Caps `count` scores, a multiple of VL, if the plan has a soft cap.
-inline void cap_scores(const Plan& plan, int count, float* scores) {
+// Caps `count` scores, a multiple of VL, if the layer has a soft cap.
+inline void cap_scores(const LayerPlan& plan, int count, float* scores) {
     if (plan.soft_cap == 0) return;
     const float cap = static_cast<float>(plan.soft_cap), inverse = 1 / cap;
     for (int t = 0; t < count; t += VL) store(scores + t, tanh(load(scores + t) * inverse) * cap);
@@ -50,21 +50,21 @@ inline void store_halves(const float* x, int D, uint32_t* out) {
 
 // Number of 32-bit elements of a query row, with the padding of a key panel.
 template <class Math>
-inline int query_steps(const Plan& plan) {
+inline int query_steps(const Layer& layer) {
     constexpr int WIDTH = VL * Math::PAIR;
-    return plan.turns && Math::PAIR == 2 ? plan.D / 2 : (plan.D + WIDTH - 1) / WIDTH * VL;
+    return layer.turns && Math::PAIR == 2 ? layer.D / 2 : (layer.D + WIDTH - 1) / WIDTH * VL;
 }
 
 // Writes a rotated row x [D] in the format that matches the panels of the plan's pages. Does not write the padding.
 template <class Math>
-inline void store_query(const Plan& plan, const float* x, uint32_t* out) {
+inline void store_query(const LayerPlan& plan, const float* x, uint32_t* out) {
     if (Math::PAIR == 2 && plan.turns) store_halves(x, plan.D, out);
     else store_operand<Math>(x, plan.D, out);
 }
 
 // Hides slots that are invisible to a row at `position`, and slots fewer than `far` tokens before it. scores [slots]: of the slots from position
 // `start` on.
-inline void hide_unseen(const Plan& plan, int position, int start, int slots, float* scores, int far = 0) {
+inline void hide_unseen(const LayerPlan& plan, int position, int start, int slots, float* scores, int far = 0) {
     int high = position + 1 - far - start;
     high = high < 0 ? 0 : high > slots ? slots : high;
     int low = plan.window ? position + 1 - plan.window - start : 0;

@@ -38,29 +38,29 @@ using namespace quire;
 QUIRE_EXPORT_FIELDS(StackLayer)
 QUIRE_EXPORT_FIELDS(StackRows)
 
-QUIRE_API void quire_stack(const StackLayer* layers, int64_t num_layers, float eps, Plan* plan, const StackRows* r, int64_t rows) {
-    const int64_t H = plan->H, heads = H * plan->G, D = plan->D;
+QUIRE_API void quire_stack(const StackLayer* layers, int64_t num_layers, float eps, const Plan* plan, const StackRows* r, int64_t rows) {
     const auto add_norm = [&](const void* weight, int64_t width) {
         quire_add_norm(DENSE_BF16, r->out, width, r->residual, weight, eps, rows, 1, width, r->x);
     };
     const bool normed = layers[0].q_norm != nullptr;
-    const int64_t width = layers[0].qkv.outputs;
     const bf16* q = static_cast<const bf16*>(r->qkv);
-    const bf16* k = q + heads * D;
-    plan->k = normed ? r->k : k, plan->k_stride = normed ? H * D : width;
-    plan->v = k + H * D, plan->v_stride = width;
     const auto product = [&](const Matrix& m, const void* x, void* out, const Matrix* next) {
         multiply(m, {DENSE_BF16, x, m.inputs, rows, r->integers}, DENSE_BF16, out, next);
     };
     run_region([&] {
+      Plan own = *plan;   // every thread sets the keys and values of the layer that it is in
       for (int64_t l = 0; l < num_layers; l++) {
         const StackLayer& layer = layers[l];
+        const int64_t H = plan->layers[l].H, heads = H * plan->layers[l].G, D = plan->layers[l].D, width = layer.qkv.outputs;
+        const bf16* k = q + heads * D;
+        own.k = normed ? r->k : k, own.k_stride = normed ? H * D : width;
+        own.v = k + H * D, own.v_stride = width;
         product(layer.qkv, r->x, r->qkv, &layer.o);
         if (normed) {
             quire_add_norm(DENSE_BF16, q, width, nullptr, layer.q_norm, eps, rows, heads, D, r->q);
             quire_add_norm(DENSE_BF16, k, width, nullptr, layer.k_norm, eps, rows, H, D, r->k);
         }
-        quire_attend(plan, static_cast<int>(l), normed ? r->q : q, normed ? heads * D : width, r->attended);
+        quire_attend(&own, static_cast<int>(l), normed ? r->q : q, normed ? heads * D : width, r->attended);
         product(layer.o, r->attended, r->out, &layer.gate_up);
         add_norm(layer.mlp_norm, layer.o.outputs);
         product(layer.gate_up, r->x, layer.gate_up.gated ? r->inner : r->wide, &layer.down);
