@@ -178,7 +178,7 @@ def test_shared_segments_are_read_once_and_change_nothing(group: int, dtype: tor
         plan = CpuAttention(spec).plan(rows(True))
     finally:
         runtime.set_num_threads(before)
-    read = plan._layout.pieces[:, 3].sum()
+    read = plan.layouts[0].pieces[:, 3].sum()
     assert read == 5 + 3 + 2 + len(order), "chunks read: every shared one once, and a tail for each row"
     assert relative_rms(outputs[0], expected) < TOLERANCE[dtype]
     assert relative_rms(outputs[0], outputs[1]) < TOLERANCE[dtype]

@@ -16,7 +16,7 @@
 // With very few rows, it is cheaper to make no panels (encoded_rows.h). In packed pages, each slot has its own position; each packed page gets a
 // table of its own.
 //
-// Rows that add up only some values (Layout.sparse_rows) are computed in sparse_values.cpp.
+// Rows that add up only some values (LayoutRecord.sparse_rows) are computed in sparse_values.cpp.
 #include <time.h>
 
 #include "encoded_rows.h"
@@ -353,12 +353,12 @@ QUIRE_API void quire_attend(const Plan* plan, int layer, const void* q, int64_t 
         const timespec pause{0, 50'000};  // a layer takes milliseconds to arrive
         while (!__atomic_load_n(plan->ready + layer, __ATOMIC_ACQUIRE)) nanosleep(&pause, nullptr);
     }
-    by_kind(*plan, [&](auto math, auto number) {
+    by_kind(plan->kind, [&](auto math, auto number) {
         using T = decltype(number);
         attend<decltype(math)>(LayerPlan(*plan, layer), static_cast<const T*>(q), q_stride, static_cast<T*>(out));
     });
 }
 
 QUIRE_EXPORT_FIELDS(Plan)
-QUIRE_EXPORT_FIELDS(Layer)
-QUIRE_EXPORT_FIELDS(Layout)
+QUIRE_EXPORT_FIELDS(LayerRecord)
+QUIRE_EXPORT_FIELDS(LayoutRecord)

@@ -7,7 +7,7 @@ namespace quire {
 
 struct Piece {
     int32_t first_row, num_rows;  // query rows of the step
-    int32_t first_index;          // index of its first chunk id in Layout.indices
+    int32_t first_index;          // index of its first chunk id in LayoutRecord.indices
     int32_t num_chunks;
     int32_t start;                // position of the first slot of the first chunk, unless the chunk has a base
     int32_t partial;              // first row of its partials, or -1: writes the output itself
@@ -20,7 +20,7 @@ struct Seal {
 
 struct Merge {
     int32_t row;                  // query row
-    int32_t first, count;         // its entries in Layout.merge_parts
+    int32_t first, count;         // its entries in LayoutRecord.merge_parts
 };
 
 // A prompt row that adds to column sums. kept: its index among the rows with kept queries, or -1.
@@ -43,7 +43,7 @@ struct SparseRow {
 // A slice of a prompt: consecutive rows. The queries of its last num_kept rows are kept, with indices from first_kept on.
 struct Profile {
     int32_t first_row, num_rows;
-    int32_t first_column, num_columns;   // its chunks in Layout.columns, in order of position
+    int32_t first_column, num_columns;   // its chunks in LayoutRecord.columns, in order of position
     int32_t start;                       // position of the first slot of the first chunk
     int32_t first_kept, num_kept;
     int32_t num_peaks;                   // 0: sums the attention of all rows; n: records the largest attention of the last n rows
@@ -59,7 +59,7 @@ struct Column {
 };
 
 // One layer of the model. A chunk has a page in each lane; the layer has the lanes first_lane, ..., first_lane + H - 1.
-QUIRE_STRUCT(Layer,
+QUIRE_STRUCT(LayerRecord,
     (const float*, cos)                  // [positions, D/2], or null: no rotation
     (const float*, sin)
     (const uint32_t*, turns)             // bf16 pairs [D/2, 2, 64] for each pair of channels and slot: (cos, -sin), then (sin, cos);
@@ -78,7 +78,7 @@ QUIRE_STRUCT(Layer,
 )
 
 // A step as the layers of one reach (a window, or none) read and write it.
-QUIRE_STRUCT(Layout,
+QUIRE_STRUCT(LayoutRecord,
     (const int32_t*, write_chunk)        // [R] chunk that the row's key and value are written to
     (const int32_t*, indices)            // chunk ids of all pieces
     (const Piece*, pieces)
@@ -103,8 +103,8 @@ QUIRE_STRUCT(Plan,
     (const uint8_t*, kinds)              // [C] format of a chunk's pages, a Kind
     (const uint64_t*, masks)             // [C, lanes] bit t: slot t of a page is visible; 0: there is no page. Null: all slots are visible
     (const int32_t*, positions)          // [R]
-    (const Layer*, layers)
-    (const Layout*, layouts)
+    (const LayerRecord*, layers)
+    (const LayoutRecord*, layouts)
     (float*, partial_o)                  // [partials, H * G, D] of the current layer
     (float*, partial_lse)                // [partials, H * G] of the current layer
     (const void*, k)                     // [R, H, D] of the current layer, with row strides in elements
@@ -140,8 +140,8 @@ QUIRE_STRUCT(Plan,
 )
 
 // A step's plan for one layer.
-struct LayerPlan : Plan, Layer, Layout {
-    LayerPlan(const Plan& plan, int layer) : Plan(plan), Layer(plan.layers[layer]), Layout(plan.layouts[Layer::layout]) {}
+struct LayerPlan : Plan, LayerRecord, LayoutRecord {
+    LayerPlan(const Plan& plan, int layer) : Plan(plan), LayerRecord(plan.layers[layer]), LayoutRecord(plan.layouts[LayerRecord::layout]) {}
 };
 
 // The scores of a row in query head g of G, for one column.

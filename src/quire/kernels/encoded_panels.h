@@ -72,7 +72,7 @@ inline lanes pairs_of(vf first, vf second) {
 // each slot by a position of its own.
 enum Turn { BY_SLOT, BY_PAGE, BY_POSITION };
 
-// The tables for a rotation. pairs: Layer.turns [D/2, 2, P], or with BY_POSITION only the pairs (cos, -sin) [D/2, P]. cos, sin [D/2]: the page's
+// The tables for a rotation. pairs: LayerRecord.turns [D/2, 2, P], or with BY_POSITION only the pairs (cos, -sin) [D/2, P]. cos, sin [D/2]: the page's
 // angle, with BY_PAGE.
 struct Turns {
     Turn by;

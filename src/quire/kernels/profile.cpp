@@ -302,7 +302,7 @@ double recover(const LayerPlan& plan, const Profile& profile, int head, const ui
 }  // namespace
 
 void profile_columns(const LayerPlan& plan, const void* q, int64_t q_stride) {
-    by_kind(plan, [&](auto math, auto number) {
+    by_kind(plan.kind, [&](auto math, auto number) {
         profile_layer<decltype(math)>(plan, static_cast<const decltype(number)*>(q), q_stride);
     });
 }
@@ -312,7 +312,7 @@ void profile_columns(const LayerPlan& plan, const void* q, int64_t q_stride) {
 using namespace quire;
 
 QUIRE_API void quire_recover(const Plan* plan, int profile, const uint64_t* kept, int64_t words, const int64_t* local, double* out) {
-    by_kind(*plan, [&](auto math, auto number) {
+    by_kind(plan->kind, [&](auto math, auto number) {
         parallel_for(plan->lanes, 1, [&](int64_t lane) {
             int layer = 0;
             while (lane < plan->layers[layer].first_lane || lane >= plan->layers[layer].first_lane + plan->layers[layer].H) layer++;
@@ -324,8 +324,8 @@ QUIRE_API void quire_recover(const Plan* plan, int profile, const uint64_t* kept
 }
 
 // 32-bit elements of a layer's query row in Plan.queries.
-QUIRE_API int64_t quire_query_steps(const Plan* plan, int layer) {
+QUIRE_API int64_t quire_query_steps(int kind, const LayerRecord* layer) {
     int64_t steps = 0;
-    by_kind(*plan, [&](auto math, auto) { steps = query_steps<decltype(math)>(plan->layers[layer]); });
+    by_kind(kind, [&](auto math, auto) { steps = query_steps<decltype(math)>(*layer); });
     return steps;
 }

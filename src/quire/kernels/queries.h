@@ -50,7 +50,7 @@ inline void store_halves(const float* x, int D, uint32_t* out) {
 
 // Number of 32-bit elements of a query row, with the padding of a key panel.
 template <class Math>
-inline int query_steps(const Layer& layer) {
+inline int query_steps(const LayerRecord& layer) {
     constexpr int WIDTH = VL * Math::PAIR;
     return layer.turns && Math::PAIR == 2 ? layer.D / 2 : (layer.D + WIDTH - 1) / WIDTH * VL;
 }
@@ -85,14 +85,14 @@ inline void hide_masked(uint64_t mask, float* scores) {
 #endif
 }
 
-// Calls body(math, number) with the arithmetic for the plan's format, and a value of its type.
+// Calls body(math, number) with the arithmetic for rows in a format, and a value of its type.
 template <class Body>
-inline void by_kind(const Plan& plan, const Body& body) {
+inline void by_kind(int kind, const Body& body) {
 #if defined(__AVX512BF16__)
-    if (plan.kind == DENSE_BF16) return body(MathBf16{}, bf16{});
+    if (kind == DENSE_BF16) return body(MathBf16{}, bf16{});
 #endif
-    if (plan.kind == DENSE_BF16) body(MathF32{}, bf16{});
-    else if (plan.kind == DENSE_F32) body(MathF32{}, float{});
+    if (kind == DENSE_BF16) body(MathF32{}, bf16{});
+    else if (kind == DENSE_F32) body(MathF32{}, float{});
     else body(MathF32{}, f16{});
 }
 

@@ -309,7 +309,7 @@ void add_parts_of(const LayerPlan& plan, const Merge& merge, int query_head, T* 
 void attend_sparsely(const LayerPlan& plan, const void* q, int64_t q_stride, void* out) {
     const int H = plan.H, heads = H * plan.G;
     const int64_t items = static_cast<int64_t>(plan.num_pieces) * H;
-    by_kind(plan, [&](auto math, auto number) {
+    by_kind(plan.kind, [&](auto math, auto number) {
         using Math = decltype(math);
         using T = decltype(number);
         parallel_for(items, 1, [&](int64_t i) {
