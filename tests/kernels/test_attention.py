@@ -244,5 +244,5 @@ def test_a_row_that_another_one_reads_is_written_before_both() -> None:
     spec = make_spec(Shape(dim=16, layers=1), 4)
     chunks = spec.table.take(2, spec.table.open_codec)
     alone, beside = RowSlice(5, 1, chunks[:1]), RowSlice(9, 1, chunks[1:])
-    assert CpuAttention(spec).plan([alone, beside])._plan.decode
-    assert not CpuAttention(spec).plan([alone, beside, replace(alone, start=6)])._plan.decode
+    assert CpuAttention(spec).plan([alone, beside])._records[0].decode
+    assert not CpuAttention(spec).plan([alone, beside, replace(alone, start=6)])._records[0].decode

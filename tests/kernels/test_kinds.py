@@ -129,8 +129,8 @@ def test_every_lane_has_its_own_mask(codec: str | None, dtype: torch.dtype) -> N
     twins.step([(0, 130, None), (1, 70, None)])
     for name in (0, 1):
         twins.hide(name, 0, random)
-    twins.step([(0, 20, 5), (1, 1, None)])
-    twins.step([(1, 1, 0), (0, 1, None)])
+    twins.step([(0, 20, None), (1, 1, None)])
+    twins.step([(1, 1, 0), (0, 1, 0)])
 
 
 @pytest.mark.parametrize("codec", [None, "g4"])
@@ -143,8 +143,8 @@ def test_values_are_chosen_in_layers_of_all_kinds(layers: list[Layer], codec: st
 
 
 def test_only_the_layouts_of_windows_that_end_are_laid_out_again() -> None:
-    """Rows at 58 and 90. The window of 20 leaves the first chunk at position 83. All other steps are advanced, those that
-    begin a chunk too.
+    """Rows at 58 and 90. The window of 20 leaves the first chunk at position 83, and the second one at 147. All other
+    steps are advanced, those that begin a chunk too.
     """
     layers = [Layer(window=20, heads=2), Layer(dim=32, theta=100.0), Layer(window=300)]
     twins = Twins(CpuAttention, layers)
