@@ -16,13 +16,11 @@ from quire.attention.cpu import CpuAttention
 from quire.engine.params import SamplingParams
 from quire.kernels import runtime
 from quire.models.decoder import Decoder
-from quire.models.rope import Rope
-from quire.models.shape import ModelShape
 from quire.models.weights import Checkpoint, open_model
 from tests.engines import drain, make_engine
 from tests.kernels.harness import Shape, make_spec
 from tests.kernels.profiling import Prompts
-from tests.tiny_models import OF_KINDS, of_layers, save_tiny, tiny_shape, write_gguf
+from tests.tiny_models import OF_KINDS, save_tiny, tiny_shape, write_gguf
 
 PARAMS = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=2)
 
@@ -100,16 +98,9 @@ def test_the_stack_equals_the_layers_one_by_one(family: str, changes: dict[str, 
     assert answers(shape, stacked=True) == answers(shape, stacked=False)
 
 
-def alike(shape: ModelShape) -> ModelShape:
-    """A shape whose layers all have the window, the rotation and the scores of plain attention."""
-    rope = next((rope for rope in shape.ropes if rope.score_scale == 1), Rope(theta=1e4, dim=shape.head_dim))
-    return of_layers(shape, window=None, soft_cap=None, scale=None, rope=rope)
-
-
 @pytest.mark.parametrize("family", [*OF_KINDS, "opt"])
 def test_the_stack_equals_the_layers_of_every_kind(family: str, tmp_path: Path) -> None:
     with open_model(save_tiny(tmp_path, family)) as weights:
-        weights.shape = alike(weights.shape)
         found = [answers(weights.shape, stacked, weights) for stacked in (True, False)]
     assert found[0] == found[1]
 

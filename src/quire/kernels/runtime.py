@@ -52,7 +52,7 @@ def prepare(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
-    library.quire_query_steps.argtypes, library.quire_query_steps.restype = [_PTR], _I64
+    library.quire_query_steps.argtypes, library.quire_query_steps.restype = [_I32, _PTR], _I64
     library.quire_left_out.restype = _I32
     library.quire_panel_bytes.argtypes, library.quire_panel_bytes.restype = [_I32, _I64], _I64
     library.quire_quantized_bytes.argtypes, library.quire_quantized_bytes.restype = [_I32, _I64, _I64], _I64

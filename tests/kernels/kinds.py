@@ -1,4 +1,4 @@
-"""Layers of several kinds in one plan of the Triton backend, and their comparison with the reference.
+"""Layers of several kinds in one plan of a fast backend, and their comparison with the reference.
 
 The reference runs every layer by itself, over a table of its own. So a lane, a window or a rotation of another layer
 cannot pass.
@@ -7,7 +7,7 @@ cannot pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from quire.attention.plan import AttentionPlan
 from quire.attention.reference import ReferenceAttention
 from quire.attention.rows import RowSlice
 from quire.attention.spec import Angles, AttentionLayer, AttentionSpec, Scoring
-from quire.attention.triton import TritonAttention
 from quire.cache.arena import Arena
 from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
@@ -31,6 +30,7 @@ from ..nuq_tables import random_tables
 from .encoded import TOLERANCE
 from .harness import relative_rms
 from .profiling import Prompts
+from .sharing import MakeBackend
 
 POSITIONS = 512
 
@@ -135,14 +135,15 @@ def run_layer(plan: AttentionPlan, index: int, layer: Layer, rows: int, dtype: t
 
 
 class Twins:
-    """Layers in one Triton backend, and every layer by itself in the reference, over the same sequences.
+    """Layers in one fast backend, and every layer by itself in the reference, over the same sequences.
 
     spec     of all layers
-    backend  that of Triton
+    backend  the fast one
     """
 
     def __init__(
         self,
+        make: MakeBackend,
         layers: Sequence[Layer],
         dtype: torch.dtype = torch.float32,
         codec: str | None = None,
@@ -151,13 +152,17 @@ class Twins:
         sums: bool = False,
         peaks: bool = False,
         chunks: int = 24,
+        sparse_values: float = 1.0,
     ) -> None:
         self.layers = layers
         self.dtype = dtype
         options = {"chunks": chunks, "sinks": sinks, "sums": sums}
-        self.spec = kinds_spec(layers, dtype, codec, **options)
-        alone = [kinds_spec(layers, dtype, codec, only=index, **options) for index in range(len(layers))]
-        self.backend = TritonAttention(self.spec)
+        self.spec = replace(kinds_spec(layers, dtype, codec, **options), sparse_values=sparse_values)
+        alone = [
+            replace(kinds_spec(layers, dtype, codec, only=index, **options), sparse_values=sparse_values)
+            for index in range(len(layers))
+        ]
+        self.backend = make(self.spec)
         self.references = [ReferenceAttention(spec) for spec in alone]
         self.prompts = [Prompts(spec, peaks) for spec in (self.spec, *alone)]
         self._starts = np.cumsum([0, *(layer.heads for layer in layers)]).tolist()
@@ -213,6 +218,10 @@ class Twins:
             num_tokens = len(mine.sums[name]) * PAGE_TOKENS
             found = mine.of(name).reshape(-1, num_tokens)[self.lanes(index)]
             wanted = other.of(name).reshape(-1, num_tokens)
+            # A slot that a mask hides is read by nobody, so its sum is anything.
+            masks = mine.spec.table.masks[self.prompts[0].sequences.chunks[name]].reshape(-1, self._starts[-1])
+            bits = masks.T[self.lanes(index), :, None] >> np.arange(PAGE_TOKENS, dtype=np.uint64) & np.uint64(1)
+            found, wanted = (sums * bits.reshape(sums.shape).astype(bool) for sums in (found, wanted))
             assert np.abs(found - wanted).max() <= 4 * tolerance * max(1, wanted.max()), f"sums of {name} {case}"
 
     def _check_recovered(
@@ -235,6 +244,7 @@ class Twins:
 
 
 def check_kinds(
+    make: MakeBackend,
     layers: Sequence[Layer],
     steps: Sequence[Sequence[tuple[int, int]]],
     dtype: torch.dtype = torch.float32,
@@ -243,7 +253,7 @@ def check_kinds(
     sinks: int = 0,
 ) -> Twins:
     """Layers of several kinds attend like the reference in every step: sequence and number of rows."""
-    twins = Twins(layers, dtype, codec, sinks=sinks)
+    twins = Twins(make, layers, dtype, codec, sinks=sinks)
     for rows in steps:
         twins.step([(name, count, None) for name, count in rows])
     return twins
