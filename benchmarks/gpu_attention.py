@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -69,7 +70,9 @@ def quire_seconds(
 
     backend = TritonAttention(spec)
     if launch is not None:
-        backend.launches = backend.launches._replace(short=Launch(backend.launches.short.rows, *launch))
+        kind = backend.kinds[0]
+        launches = kind.launches._replace(short=Launch(kind.launches.short.rows, *launch))
+        backend.kinds[0] = replace(kind, launches=launches)
     taken = [spec.table.take(-(-(start + rows) // PAGE_TOKENS), spec.table.open_codec) for _ in range(batch)]
     plan = backend.plan([RowSlice(start, rows, chunks) for chunks in taken])
     fused = torch.randn(batch * rows, (GROUP + 2) * HEADS, DIM, device="cuda", dtype=DTYPE)

@@ -31,24 +31,26 @@ from quire.cache.codecs.dense import DenseCodec
 from quire.cache.ledger import PAGE_TOKENS, PageLedger
 from quire.cache.table import ChunkTable
 from quire.models.decoder import build_model
+from quire.models.families import shape_from_config
 from quire.models.layers import Ops, torch_dtype
 from quire.models.plan import Model
-from quire.models.rope import Rope
 from quire.models.shape import ModelShape
 from quire.models.weights import Checkpoint
 
-LLAMA_3_8B = ModelShape(
-    architecture="llama",
-    vocab_size=128256,
-    hidden_size=4096,
-    num_layers=32,
-    num_q_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    ffn_size=14336,
-    max_context=8192,
-    norm_eps=1e-5,
-    rope=Rope(theta=500000.0, dim=128),
+LLAMA_3_8B = shape_from_config(
+    {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+    },
+    {},
 )
 CONTEXT = 1024
 BATCHES = (1, 64)

@@ -114,12 +114,15 @@ def quire_seconds(
     backend = TritonAttention(spec)
     if launch is not None:
         height, warps, stages, resident = launch
-        backend.launches = backend.launches._replace(tallest=Launch(height, warps, stages))
-        workers = backend.tiles.tall_workers * resident
-        backend.tiles = replace(backend.tiles, tall_workers=workers)
+        kind = backend.kinds[0]
+        tiles = replace(kind.tiles, tall_workers=kind.tiles.tall_workers * resident)
+        launches = kind.launches._replace(tallest=Launch(height, warps, stages))
+        backend.kinds[0] = replace(kind, launches=launches, tiles=tiles)
     if own is not None:
         stages, backend.overlaps = own
-        backend.launches = backend.launches._replace(seeded=replace(backend.launches.short, stages=stages))
+        launches = backend.kinds[0].launches
+        launches = launches._replace(seeded=replace(launches.short, stages=stages))
+        backend.kinds[0] = replace(backend.kinds[0], launches=launches)
     plan = backend.plan(rows)
     queries = spec.only.num_kv_heads * spec.only.group_size
     generator = torch.Generator("cuda").manual_seed(0)

@@ -180,8 +180,8 @@ def save_tiny(folder: Path, family: str = "llama", seed: int = 0, tokenizer: boo
 
 
 def save_tiny_multimodal(folder: Path, family: str) -> Path:
-    """Write a random model of several parts as `transformers` saves it: gemma3, mistral3, or mistral3-TEXT with the text
-    model of another family.
+    """Write a random model of several parts as `transformers` saves it: gemma3, mistral3, or mistral3-TEXT. TEXT is the
+    family of the text model.
     """
     import transformers
 

@@ -106,17 +106,18 @@ def test_a_decode_plan_keeps_its_addresses_and_shapes_over_a_thousand_steps() ->
         assert plan.graph_key[:3] == (size, plan.shares, False) and (not plan.shares or size > 1)
         shared_steps += plan.shares
         partials = backend.partials
-        arrays = [plan.positions, plan.write_chunk, plan.short, plan.tall, plan.entries]
+        (pieces,) = plan.kinds
+        arrays = [plan.positions, plan.write_chunk, pieces.short, pieces.tall, pieces.entries]
         arrays += [partials.o, partials.lse, partials.arrivals]
         seen = [(array.data_ptr(), array.shape, array.stride()) for array in arrays] + [
             (plan.indices.data_ptr(), None, None),
-            (plan._launches, None, None),
+            (pieces.launches, None, None),
         ]
         assert fixed.setdefault(plan.graph_key, seen) == seen, f"step {step}: a buffer of {plan.graph_key} moved"
         assert backend.mirror.pages.data_ptr() == mirror
         # What the buffers say is this step's plan.
         assert plan.positions[: len(running)].tolist() == [position for position, *_ in running]
-        short, tall = plan.short.numpy(), plan.tall.numpy()
+        short, tall = pieces.short.numpy(), pieces.tall.numpy()
         assert short.shape[1] == tall.shape[1] == PIECE_INTS
         assert sorted(set(short[short[:, 1] > 0, 0].tolist())) == list(range(size))
         assert bool(len(tall)) is plan.shares and (tall[:, 1] > 0).any() == plan.shares

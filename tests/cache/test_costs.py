@@ -464,7 +464,7 @@ def test_layers_are_computed_while_later_ones_arrive(seed: int, monkeypatch: pyt
     rng = random.Random(seed)
     store = Unhurried(seed)
     options = {"attention.backend": "reference", "chunks": 40}
-    engine = put_store(make_engine(replace(SHAPE, num_layers=8), **options), store)
+    engine = put_store(make_engine(replace(SHAPE, layers=SHAPE.layers[:1] * 8), **options), store)
     prompt = [rng.randrange(VOCABULARY) for _ in range(64 * 3 + 5)]
     (expected,) = generate(engine, [prompt], replace(GREEDY, max_tokens=1))
     engine.scheduler.manager.eviction.evict(3)

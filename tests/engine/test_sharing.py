@@ -21,7 +21,7 @@ from quire.prefixes.listing import engine_prefixes
 from tests import engines
 from tests.effort import examples
 from tests.engines import GREEDY, drain, generate
-from tests.tiny_models import tiny_shape
+from tests.tiny_models import of_layers, tiny_shape
 
 LONG = SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True)
 

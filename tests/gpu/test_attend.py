@@ -56,7 +56,7 @@ def test_a_long_sequence_is_split_and_merged(lengths: list[tuple[int, int]], hea
         outputs.append(run(backend, spec, [slices], seed=0)[0])
         if make is TritonAttention:
             plan = backend.plan(slices)
-            assert any((pieces[:, 9] > 1).any() for pieces in (plan.short, plan.tall))
+            assert any((pieces[:, 9] > 1).any() for pieces in (plan.kinds[0].short, plan.kinds[0].tall))
     assert relative_rms(outputs[1], outputs[0]) < TOLERANCE[torch.bfloat16]
 
 
@@ -111,7 +111,7 @@ def test_decode_steps_store_what_later_steps_read() -> None:
 def sharing_backend(spec: AttentionSpec) -> TritonAttention:
     """One that shares however little it saves."""
     backend = TritonAttention(spec)
-    backend.tiles = replace(backend.tiles, min_saved=0)
+    backend.kinds[0] = replace(backend.kinds[0], tiles=replace(backend.kinds[0].tiles, min_saved=0))
     return backend
 
 

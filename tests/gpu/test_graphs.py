@@ -35,7 +35,7 @@ def test_decode_steps_equal_the_reference(family: str, replays: bool, shared_chu
     def backend_of(spec: AttentionSpec) -> TritonAttention:
         backend = TritonAttention(spec)
         # However little it saves here.
-        backend.tiles = replace(backend.tiles, min_saved=0)
+        backend.kinds[0] = replace(backend.kinds[0], tiles=replace(backend.kinds[0].tiles, min_saved=0))
         return backend
 
     def replaying(model: Model, backend: TritonAttention) -> Step:

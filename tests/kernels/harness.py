@@ -26,6 +26,8 @@ class Shape:
     dtype: torch.dtype = torch.float32
     layers: int = 2
     window: int | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
     rotate: bool = True
     sparse_values: float = 1.0
 
@@ -50,7 +52,7 @@ def make_spec(
         rotations = ((angle.cos().float().to(device), angle.sin().float().to(device)),)
     layers = equal_layers(
         shape.layers, shape.heads, shape.group, shape.dim,
-        rotation=0 if rotations else None, scoring=Scoring(shape.window),
+        rotation=0 if rotations else None, scoring=Scoring(shape.window, shape.scale, shape.soft_cap),
     )  # fmt: skip
     return AttentionSpec(table, layers, shape.dtype, rotations, sparse_values=shape.sparse_values)
 
@@ -65,18 +67,18 @@ def run(backend: AttentionBackend, spec: AttentionSpec, steps: list[list[RowSlic
 
 def run_plan(plan: AttentionPlan, spec: AttentionSpec, rows: int, generator: torch.Generator) -> torch.Tensor:
     """Runs one step's plan on random activations; its output [L, R, H * G * D]."""
-    heads, layers = spec.only.num_kv_heads, []
-    queries = heads * spec.only.group_size
+    heads, layers = spec.alike.num_kv_heads, []
+    queries = heads * spec.alike.group_size
     for layer in range(spec.num_layers):
         # One fused tensor, as the decoder makes it: q, k and v are strided views.
         fused = (
-            torch.randn(rows, (queries + 2 * heads) * spec.only.head_dim, generator=generator)
+            torch.randn(rows, (queries + 2 * heads) * spec.alike.head_dim, generator=generator)
             .to(spec.dtype)
             .to(spec.table.arena.device)
         )
         q, k, v = (
-            part.unflatten(1, (-1, spec.only.head_dim))
-            for part in fused.split([n * spec.only.head_dim for n in (queries, heads, heads)], 1)
+            part.unflatten(1, (-1, spec.alike.head_dim))
+            for part in fused.split([n * spec.alike.head_dim for n in (queries, heads, heads)], 1)
         )
         plan.write(layer, k, v)
         layers.append(plan.attend(layer, q).clone())

@@ -178,7 +178,7 @@ def test_shared_segments_are_read_once_and_change_nothing(group: int, dtype: tor
         plan = CpuAttention(spec).plan(rows(True))
     finally:
         runtime.set_num_threads(before)
-    read = plan._layout.pieces[:, 3].sum()
+    read = plan.layouts[0].pieces[:, 3].sum()
     assert read == 5 + 3 + 2 + len(order), "chunks read: every shared one once, and a tail for each row"
     assert relative_rms(outputs[0], expected) < TOLERANCE[dtype]
     assert relative_rms(outputs[0], outputs[1]) < TOLERANCE[dtype]
@@ -244,5 +244,5 @@ def test_a_row_that_another_one_reads_is_written_before_both() -> None:
     spec = make_spec(Shape(dim=16, layers=1), 4)
     chunks = spec.table.take(2, spec.table.open_codec)
     alone, beside = RowSlice(5, 1, chunks[:1]), RowSlice(9, 1, chunks[1:])
-    assert CpuAttention(spec).plan([alone, beside])._plan.decode
-    assert not CpuAttention(spec).plan([alone, beside, replace(alone, start=6)])._plan.decode
+    assert CpuAttention(spec).plan([alone, beside])._records[0].decode
+    assert not CpuAttention(spec).plan([alone, beside, replace(alone, start=6)])._records[0].decode

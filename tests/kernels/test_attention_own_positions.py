@@ -31,7 +31,7 @@ FAR_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: TOLERANCE[torch.bfloat16]}
 def check_together(shape: Shape, codec: str, num_rows: int, *, sinks: int = 0) -> None:
     """Sharers, of whom some are read for together."""
     backend = check_sharers(CpuAttention, shape, codec, num_rows, sinks=sinks)
-    pieces = backend._last._layout.pieces  # type: ignore[attr-defined]
+    pieces = backend._last.layouts[0].pieces  # type: ignore[attr-defined]
     assert (pieces[:, 1] > 1).any(), "nothing was read together"
 
 

@@ -173,7 +173,7 @@ def test_rows_that_are_split_and_merged_are_profiled_like_the_reference() -> Non
             check(Shape(heads=1, dtype=dtype, layers=1), codec, steps)
         backend = CpuAttention(profiled_spec(Shape(heads=1), None))
         plan = backend.plan([RowSlice(900, 40, np.arange(15, dtype=np.int32))])
-        assert plan._layout.num_partials > 0
+        assert plan.layouts[0].num_partials > 0
     finally:
         runtime.set_num_threads(threads)
 

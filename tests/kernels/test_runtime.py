@@ -7,13 +7,26 @@ import ctypes
 import pytest
 
 from quire.attention.cpu import _Plan
+from quire.attention.cpu_layers import LayerRecord, LayoutRecord
 from quire.attention.nuq import NuqHead
 from quire.errors import QuireError
 from quire.kernels import runtime
 from quire.models.cpu_panels import Matrix, _Part, _Rows
-from quire.models.cpu_stack import _StackLayer, _StackRows
+from quire.models.cpu_stack import _StackKind, _StackLayer, _StackNorm, _StackRows
 
-MIRRORS = (_Plan, NuqHead, _Part, Matrix, _Rows, _StackLayer, _StackRows)
+MIRRORS = (
+    _Plan,
+    LayerRecord,
+    LayoutRecord,
+    NuqHead,
+    _Part,
+    Matrix,
+    _Rows,
+    _StackKind,
+    _StackLayer,
+    _StackNorm,
+    _StackRows,
+)
 FIELDS = {mirror.__name__: list(mirror._fields_) for mirror in MIRRORS}
 
 

@@ -196,7 +196,7 @@ def test_with_all_values_nothing_is_chosen_and_every_bit_stays() -> None:
     plain.table.arena.data.copy_(before)
     outputs.append(run(backend, whole, steps, 0)[-1])
     assert torch.equal(*outputs)
-    assert backend._last is not None and not backend._last._plan.sparse_rows
+    assert backend._last is not None and not backend._last._records[0].sparse_rows
     # One row of a prompt beside a row that chooses reads everything.
     spec = replace(plain, sparse_values=0.1)
     prompt = [replace(piece, reads_all=index == 0) for index, piece in enumerate(steps[1])]

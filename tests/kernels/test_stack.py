@@ -20,7 +20,7 @@ from quire.models.weights import Checkpoint, open_model
 from tests.engines import drain, make_engine
 from tests.kernels.harness import Shape, make_spec
 from tests.kernels.profiling import Prompts
-from tests.tiny_models import tiny_shape, write_gguf
+from tests.tiny_models import OF_KINDS, save_tiny, tiny_shape, write_gguf
 
 PARAMS = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=2)
 
@@ -88,13 +88,21 @@ def test_a_thread_count_that_changes_meanwhile_changes_nothing() -> None:
         ("llama", {}),
         ("qwen2", {}),
         ("qwen3", {}),
-        ("llama", {"o_bias": True, "mlp_bias": True, "tied_embeddings": False}),
+        ("llama", {"o_bias": True, "bias": True, "tied_embeddings": False}),
         ("mistral", {"sliding_window": 70}),
+        ("opt", {"sums": True, "final_norm": False}),
     ],
 )
 def test_the_stack_equals_the_layers_one_by_one(family: str, changes: dict[str, Any]) -> None:
     shape = tiny_shape(family, head_dim=16, hidden_size=48, ffn_size=40, **changes)
     assert answers(shape, stacked=True) == answers(shape, stacked=False)
+
+
+@pytest.mark.parametrize("family", [*OF_KINDS, "opt"])
+def test_the_stack_equals_the_layers_of_every_kind(family: str, tmp_path: Path) -> None:
+    with open_model(save_tiny(tmp_path, family)) as weights:
+        found = [answers(weights.shape, stacked, weights) for stacked in (True, False)]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

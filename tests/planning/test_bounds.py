@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -25,7 +24,7 @@ from quire.workload.slo import ANYTHING, Slo
 from quire.workload.workload import Arrival, Span, Workload
 from tests.effort import tries
 from tests.engines import chunk_bytes
-from tests.tiny_models import tiny_shape
+from tests.tiny_models import of_layers, tiny_shape
 
 SHAPE = tiny_shape(max_context=2048)
 BUDGET, BATCH = 256, 24
@@ -51,7 +50,7 @@ def plan_of(latency: StepTime, window: int | None = None, **options: Any) -> Pla
         "cache.memory": 2000 * chunk_bytes(SHAPE), "scheduler.max_running": BATCH, "scheduler.token_budget": BUDGET,
         "scheduler.max_queue": 10_000, **options,
     })  # fmt: skip
-    shape = dataclasses.replace(SHAPE, sliding_window=window)
+    shape = of_layers(SHAPE, window=window)
     resolved, sizes = resolve(config, shape)
     return Plan(shape, resolved, sizes, latency)
 

@@ -19,7 +19,7 @@ from quire.planning.curves import (
     Loss,
     LossCurve,
     Losses,
-    Scoring,
+    Reading,
     compared,
     parts_of,
     read_curve,
@@ -103,11 +103,11 @@ def test_a_kept_curve_is_found_again_by_what_decides_it_and_more_windows_replace
     (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
     assert file.name == f"{longer.name}.json"
     again = Curves(tmp_path, "m")
-    assert again.find({"codec": "nuq3"}, Scoring("t", 128)) == longer
-    for other in (Scoring("t", 256), Scoring("u", 128), Scoring("t", 128, 32)):
+    assert again.find({"codec": "nuq3"}, Reading("t", 128)) == longer
+    for other in (Reading("t", 256), Reading("u", 128), Reading("t", 128, 32)):
         assert again.find({"codec": "nuq3"}, other) is None
-    assert again.find({"codec": "nuq2"}, Scoring("t", 128)) is None
-    assert Curves(tmp_path, "another").find({"codec": "nuq3"}, Scoring("t", 128)) is None
+    assert again.find({"codec": "nuq2"}, Reading("t", 128)) is None
+    assert Curves(tmp_path, "another").find({"codec": "nuq3"}, Reading("t", 128)) is None
 
 
 def test_a_damaged_file_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -142,7 +142,7 @@ def test_a_folder_that_cannot_be_written_costs_only_later_plans(
     with caplog.at_level(logging.WARNING, "quire"):
         kept.keep(curve())
     assert "the next plan measures again" in caplog.text
-    assert kept.find({"codec": "dense"}, Scoring("t", 128)) == curve()
+    assert kept.find({"codec": "dense"}, Reading("t", 128)) == curve()
 
 
 # ---- what is known of settings ---------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_a_folder_that_cannot_be_written_costs_only_later_plans(
 
 @pytest.fixture
 def losses(tmp_path: Path) -> Losses:
-    return Losses(SPACE, Curves(tmp_path, "m"), key_of, Scoring("t", 128, 32))
+    return Losses(SPACE, Curves(tmp_path, "m"), key_of, Reading("t", 128, 32))
 
 
 def test_settings_without_any_loss_are_the_reference(losses: Losses) -> None:
@@ -190,8 +190,8 @@ def test_what_is_measured_together_is_preferred_to_the_sum_of_its_parts(losses: 
 
 
 def test_retention_is_compared_in_decoded_tokens_and_a_codec_in_whole_windows(losses: Losses) -> None:
-    assert losses.scoring_of(settings_of("nuq3")) == Scoring("t", 128)
-    assert losses.scoring_of(settings_of("nuq3", "budget 0.5")) == Scoring("t", 128, 32)
+    assert losses.scoring_of(settings_of("nuq3")) == Reading("t", 128)
+    assert losses.scoring_of(settings_of("nuq3", "budget 0.5")) == Reading("t", 128, 32)
     losses.curves.keep(curve("default", (2.0, 2.0)))
     losses.curves.keep(curve("budget 0.5", (2.1, 2.1), continuation=32))
     assert losses.measured(settings_of("budget 0.5")) is None  # the reference was not read in this way

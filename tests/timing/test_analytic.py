@@ -19,6 +19,7 @@ from quire.timing.analytic import MODELS, AnalyticModel, Efficiency
 from quire.timing.devices import DEVICES, Device, device_named
 from quire.timing.latency import Link, Origin, StepWork
 from tests.distserve_latencies import COEFFICIENTS, coefficients_of
+from tests.tiny_models import of_layers
 
 A100, H200 = DEVICES["a100-80g"], DEVICES["h200"]
 
@@ -221,7 +222,7 @@ def test_tensor_parallelism_divides_the_work_and_adds_rings() -> None:
 
 
 def test_more_gpus_than_key_heads_read_the_same_cache() -> None:
-    shape = dataclasses.replace(MODELS["llama-3-8b"], num_kv_heads=4)
+    shape = of_layers(MODELS["llama-3-8b"], num_kv_heads=4)
     one = dataclasses.replace(
         analytic("llama-3-8b", H200, efficiency=dataclasses.replace(IDEAL, network=1e18)),
         model=shape, token_bytes=shape.kv_bytes_per_token(2),

@@ -70,9 +70,9 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True)
 class StepLayout:
-    """A step as int32 arrays.
+    """A step as int32 arrays, as layers with one window read it.
 
-    positions    [R] of the query rows
+    positions    [R] of the query rows, common to all layouts of the step
     write_chunk  [R] chunk that takes each row's key and value
     indices      chunk ids: the runs of all pieces, concatenated. Each private run of the first `num_singles` rows
                  has room for one more chunk at its end
@@ -84,6 +84,7 @@ class StepLayout:
     num_singles  slices of one row at the beginning of the step
     num_staged   dense chunks outside the cache that the step needs for one layer: one for each chunk that it fills from
                  the first slot on. The id of staged chunk i is ~i
+    window       see Scoring
     """
 
     positions: NDArray[np.int32]
@@ -96,13 +97,18 @@ class StepLayout:
     seals: NDArray[np.int32]
     num_staged: int
     num_singles: int
+    window: int | None
 
     def advance(self, before: Sequence[RowSlice], slices: Sequence[RowSlice], moved: Sequence[int]) -> bool:
-        """Advances the layout by one position. The rows `moved` are in other chunks now. Returns False, and the layout
-        must be discarded, if a run has no room, a moved row is or was profiled, or a chunk was or will be encoded.
+        """Advances the layout to its positions, which the caller has advanced by one. The rows `moved` are in other
+        chunks now. Returns False, and the layout must be discarded, if a run has no room, a moved row is or was
+        profiled, a chunk was or will be encoded, or a row's first chunk leaves the window.
         """
         positions = self.positions
-        positions += 1
+        if self.window is not None and np.any(
+            (positions >= self.window) & ((positions + 1 - self.window) % PAGE_TOKENS == 0)
+        ):
+            return False
         if moved and (len(self.seals) or self.num_singles < len(slices)):
             return False
         for row in moved:
@@ -307,6 +313,7 @@ def lay_out(
         sources.seals,
         sources.num_staged,
         len(singles),
+        window,
     )
 
 

@@ -53,6 +53,11 @@ class AttentionLayer:
     rotation: int | None = None
     scoring: Scoring = PLAIN
 
+    @property
+    def num_heads(self) -> int:
+        """H * G, query heads."""
+        return self.num_kv_heads * self.group_size
+
 
 Angles = tuple["torch.Tensor", "torch.Tensor"]
 """Cosines and sines, float32 [positions, D / 2] each. A channel that is not rotated has cosine 1 and sine 0."""
@@ -111,10 +116,17 @@ class AttentionSpec:
 
     @cached_property
     def only(self) -> AlikeLayers:
+        """The numbers of all layers, for code that knows layers of one kind only, without scales or soft caps."""
+        scoring = self.layers[0].scoring
+        assert scoring == Scoring(scoring.window), "the layers have a scale or a soft cap"
+        return self.alike
+
+    @cached_property
+    def alike(self) -> AlikeLayers:
         """The numbers of all layers, for code that knows layers of one kind only."""
         first = self.layers[0]
         alike = {replace(each, first_lane=0) for each in self.layers}
-        assert len(alike) == 1 and first.scoring == Scoring(first.scoring.window), "the layers are of several kinds"
+        assert len(alike) == 1, "the layers are of several kinds"
         return AlikeLayers(
             first.num_kv_heads,
             first.group_size,

@@ -5,6 +5,9 @@ graph captured once for each key reads the plan of every later step. All arrays 
 positions change there is no copy: they advance on the device. Page ids are mirrored there; a chunk's row is copied when
 the chunk is new.
 
+Layers of different kinds have pieces of their own in the same plan. If a kind has a window, a plan also ends when a
+row's first chunk leaves the window, about every 64 steps.
+
 With retention, decode steps are graphs too. Pages are read through masks. A fixed number of programs adds to the column
 sums, however many columns there are. A step that keeps rows for `recovered` is not captured.
 
@@ -23,26 +26,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.attention.encoded import encoded_tables
-from quire.attention.kernels.launch import common_launch, encoded_launches, launches
-from quire.attention.kernels.layout import MAX_PARTIALS, Tiles, lay_out
+from quire.attention.kernels.launch import WIDE, common_launch
+from quire.attention.kernels.layout import MAX_PARTIALS, StepRows, lay_out
 from quire.attention.rows import RowSlice
 from quire.attention.spec import AttentionSpec
+from quire.attention.triton_layers import LayerKind, Layers
 from quire.attention.triton_memory import Partials, TableMirror
-from quire.attention.triton_plan import TritonPlan, plan_offsets
+from quire.attention.triton_plan import KindCut, TritonPlan, plan_offsets
 from quire.attention.triton_profile import ProfileMemory, StepProfile, page_id_of
-from quire.cache.ledger import PAGE_TOKENS, UNIT
+from quire.cache.ledger import UNIT
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Padded sizes of decode steps. A larger step runs without a graph."""
 
 MAX_DECODE_INDICES = 1 << 19
 """Most chunk ids of a decode plan (2 MiB): 256 sequences of 131,072 tokens. A step with more runs without a graph."""
-
-PIECES_PER_PROCESSOR = 2
-"""Pieces for every multiprocessor, which has room for one at a time (`seeded`: for more). With one each, the longest
-piece determines the time: on an H200 long contexts take 1.3 to 1.4 times as long, and only a single short one (8,192
-tokens) gains an eighth."""
 
 FEW_CHUNKS = 8
 """A step with shared runs uses the launch `seeded` if its rows have at most this many own chunks on average; larger
@@ -51,19 +49,17 @@ numbers were not measured. Long contexts need more stages."""
 FIRST_THAT_OVERLAPS = (9, 0)
 """The first compute capability on which a launch can begin during the one before it (programmatic dependent launch)."""
 
-MIN_SAVED_BYTES = 8 << 20
-"""Bytes of reads that sharing must save in a decode step. If it saves fewer, rows share nothing. A guess, not measured:
-two microseconds of an H200's memory bandwidth, for a second launch in a graph."""
-
 
 class TritonAttention:
     """Attention on GPU pages in bfloat16, float16 or float32; sums in float32.
 
+    kinds             kinds of layers, each with its launches and tiles
     batch_sizes       the padded sizes of decode steps, in rising order
     decode_plans      the one buffer of decode plans, which begin at its start
     plans_built       number of plans laid out; other steps advanced the last plan
     copies            number of copies from host to device so far: of plans, and of rows of the mirror
-    reads             int32 [C, H] on the device, or None: attention of every layer adds 1 for each page it reads
+    reads             int32 [C, H] on the device, or None: attention of every layer adds 1 for each page it reads. All
+                      layers have H kv heads then
     overlaps          whether, on dense pages, the launch for single rows begins during the launch for shared runs
     keeps_lse         whether plans keep the log-sum-exp of their rows, so that the output is a partial
     encodes_by_layer  whether a decode step encodes the chunks it fills in each layer, instead of at its end
@@ -74,48 +70,31 @@ class TritonAttention:
         table = spec.table
         device = table.arena.device
         assert spec.dtype == table.open_codec.dtype, f"queries in {spec.dtype}, pages in {table.open_codec.dtype}"
-        for angles in (spec.only.cos, spec.only.sin):
-            if angles is not None:
-                assert angles.device.type == device.type and angles.dtype == torch.float32 and angles.is_contiguous()
+        for angles in (each for pair in spec.rotations for each in pair):
+            assert angles.device.type == device.type and angles.dtype == torch.float32 and angles.is_contiguous()
         self.spec = spec
         self.device = device
         self.batch_sizes = BATCH_SIZES
-        self.tables = encoded_tables(table.sealed_codec, spec.only.head_dim, device) if table.encodes else None
-        if self.tables is None:
-            self.launches = launches(spec.dtype, spec.only.group_size, spec.only.head_dim)
-        else:
-            looks_up = self.tables.read_values is not None
-            self.launches = encoded_launches(spec.dtype, spec.only.group_size, spec.only.head_dim, looks_up)
         # The interpreter runs without a GPU. Eight processors are enough there to split and merge.
         on_gpu = device.type == "cuda"
         processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
         self.overlaps = (
             on_gpu and torch.version.hip is None and torch.cuda.get_device_capability(device) >= FIRST_THAT_OVERLAPS
         )
-        short, tall = self.launches.short, self.launches.tall
-        # Tiles decoded in registers leave room for eight warps on a multiprocessor.
-        at_once = 8 // short.warps if table.encodes else PIECES_PER_PROCESSOR
-        self.tiles = Tiles(
-            spec.only.group_size,
-            spec.only.num_kv_heads,
-            short.rows,
-            min(tall.rows, PAGE_TOKENS * spec.only.group_size) if table.encodes else tall.rows,
-            processors * at_once,
-            processors,
-            MIN_SAVED_BYTES * spec.num_layers // table.chunk_bytes(table.sealed_codec) if on_gpu else 0,
-        )
+        self.layers = Layers(spec, processors, on_gpu)
+        self.kinds = self.layers.kinds
+        self.tables = self.layers.tables
         arena = table.arena.data
         self.arena = arena.view(spec.dtype)
         # The arena again, in the types of codes, ranges and channels.
         self.views = arena.view(torch.int32), arena.view(torch.float16), arena
-        self.turns = _turns(spec) if table.encodes else None
         self.mirror = TableMirror(table)
         self._staged = torch.empty(0, dtype=torch.uint8, device=device)
-        self.partials = Partials(spec)
+        self.partials = Partials(self.layers, device)
         self.profiles = None
         if table.sums is not None:
             self.profiles = ProfileMemory(
-                spec, self.mirror, self.tables, processors, self.batch_sizes[-1], MAX_DECODE_INDICES
+                spec, self.layers, self.mirror, processors, self.batch_sizes[-1], MAX_DECODE_INDICES
             )
         self.plans_built = self._plan_copies = 0
         self.reads: Tensor | None = None
@@ -138,9 +117,11 @@ class TritonAttention:
 
     def _new_decode_plans(self) -> Tensor:
         largest = self.batch_sizes[-1]
-        num_pieces = self.tiles.max_short(largest) + self.tiles.max_common(largest)
-        at_indices = plan_offsets(largest, num_pieces, MAX_PARTIALS)[-1]
-        return torch.zeros(at_indices + MAX_DECODE_INDICES + 2 * largest, dtype=torch.int32, device=self.device)
+        regions = [
+            (kind.tiles.max_short(largest) + kind.tiles.max_common(largest), MAX_PARTIALS) for kind in self.kinds
+        ]
+        num_ints = plan_offsets(largest, regions).indices + MAX_DECODE_INDICES + 2 * largest
+        return torch.zeros(num_ints, dtype=torch.int32, device=self.device)
 
     @property
     def copies(self) -> int:
@@ -155,58 +136,52 @@ class TritonAttention:
         if self._num_moved != self.spec.table.num_moved_pages:
             # Rows of the mirror may be stale, and only a new plan refreshes them.
             self._last, self._num_moved = None, self.spec.table.num_moved_pages
-        if moved is not None and not moved and self._last is not None and self.spec.only.window is None:
+        if moved is not None and not moved and self._last is not None and self._last.advances_left > 0:
             self._last.advance()
             return self._last
-        short, seeded, common, tallest = self.launches
+        rows = StepRows(slices, self.spec.table.encodes)
         batch_size = None
-        if all(piece.num_rows == 1 for piece in slices):
+        if (rows.counts == 1).all():
             batch_size = next((size for size in self.batch_sizes if size >= len(slices)), None)
-        if batch_size is not None:
-            warps = tallest.warps if self.tables else 4
-            common = common_launch(tallest, self.spec.only.group_size, batch_size, warps)
-        spec = self.spec
-        layout = lay_out(
-            slices,
-            self.tiles,
-            spec.only.window,
-            max(1, common.rows // spec.only.group_size),
-            encodes=spec.table.encodes,
-            strict=spec.strict,
-        )
-        num_own = int(layout.short[:, 3].sum())
-        if layout.num_common and num_own <= FEW_CHUNKS * len(slices):
-            short = seeded
-        self.mirror.refresh(layout.indices[layout.indices >= 0])
-        if len(layout.indices) > MAX_DECODE_INDICES:
+        cuts = [self._cut(kind, rows, slices, batch_size) for kind in self.kinds]
+        if len(rows.indices) > MAX_DECODE_INDICES:
             batch_size = None
+        self.mirror.refresh(rows.indices[rows.indices >= 0])
         self.plans_built += 1
         self._plan_copies += 1
         profile = None
         if profiles:
             assert self.profiles is not None, "a slice is profiled, and the chunk table has no column sums"
-            profile = StepProfile(self.profiles, slices, layout.own, batch_size)
+            profile = StepProfile(self.profiles, slices, rows.apart, batch_size)
             self._plan_copies += 1
-        self._last = TritonPlan(self, slices, layout, batch_size, (short, common), profile, ready)
+        self._last = TritonPlan(self, slices, cuts, batch_size, profile, ready)
         return self._last
+
+    def _cut(self, kind: LayerKind, rows: StepRows, slices: Sequence[RowSlice], batch_size: int | None) -> KindCut:
+        """The step's pieces in layers of a kind."""
+        short, seeded, common, tallest = kind.launches
+        if batch_size is not None:
+            warps = 4 if self.tables is None and kind.head_dim <= WIDE else tallest.warps
+            common = common_launch(tallest, kind.group_size, batch_size, warps)
+        layout = lay_out(
+            slices,
+            kind.tiles,
+            kind.window,
+            max(1, common.rows // kind.group_size),
+            encodes=rows.encodes,
+            strict=self.spec.strict,
+            rows=rows,
+        )
+        num_own = int(layout.short[:, 3].sum())
+        if layout.num_common and num_own <= FEW_CHUNKS * len(slices):
+            short = seeded
+        return KindCut(layout, short, common)
 
     def staged(self, count: int) -> tuple[Tensor, int]:
         """A buffer for `count` dense chunks of one layer, and the id of its first page relative to the arena. The next
         call may return the same buffer.
         """
-        table = self.spec.table
-        size = count * self.spec.only.num_kv_heads * table.open_codec.page_bytes
+        size = count * self.layers.staged_bytes
         if len(self._staged) < size + UNIT:
             self._staged = torch.empty(size + UNIT, dtype=torch.uint8, device=self.device)
-        return self._staged, page_id_of(self._staged, table)
-
-
-def _turns(spec: AttentionSpec) -> Tensor | None:
-    """Cosines and sines of the first P positions, which rotate the keys of a page by slot, float32 [2, D / 2, P]."""
-    if spec.only.cos is None or spec.only.sin is None:
-        return None
-    turns = torch.zeros(2, spec.only.head_dim // 2, PAGE_TOKENS, device=spec.only.cos.device)
-    # If the context is shorter than a page, the last slots have no angle. They are never filled.
-    for turn, angles in zip(turns, (spec.only.cos, spec.only.sin), strict=True):
-        turn[:, : len(angles)] = angles[:PAGE_TOKENS].T
-    return turns
+        return self._staged, page_id_of(self._staged, self.spec.table)

@@ -8,17 +8,18 @@ from numpy.typing import NDArray
 
 from quire.attention.kernels.layout import MAX_PARTIALS
 from quire.attention.pages import PageTable
-from quire.attention.spec import AttentionSpec
+from quire.attention.triton_layers import Layers
 from quire.cache.table import ALL_SLOTS
 
 
 class TableMirror:
     """`ChunkTable.pages`, `sidecars`, `masks`, `positions` and `bases` on the device, at one address.
 
-    pages      int32 [C, L, H] on the device; rows of chunks that no plan has named yet are undefined
+    pages      int32, a row for each chunk with its pages by lane, on the device; rows of chunks that no plan has named
+               yet are undefined
     sidecars   int32 [C], likewise
-    masks      int64 [C, L, H], likewise, with the same bits; None if no path has gaps
-    positions  int32 [C, L, H], likewise; None if no path has gaps, or if pages hold rotated keys
+    masks      int64, as `pages`, with the same bits; None if no path has gaps
+    positions  int32, as `pages`; None if no path has gaps, or if pages hold rotated keys
     bases      int32 [C], likewise
     is_whole   bool [C] on the host, likewise: no slot of the chunk is masked, and their positions are consecutive and
                follow from the chunk's index in its path
@@ -57,8 +58,8 @@ class TableMirror:
             return 0
         self._seen[ids] = table.takes[ids]
         if table.has_gaps:
-            is_plain = (table.positions[ids] < 0).all((1, 2)) & (table.bases[ids] < 0)
-            self.is_whole[ids] = (table.masks[ids] == ALL_SLOTS).all((1, 2)) & is_plain
+            is_plain = (table.positions[ids] < 0).reshape(count, -1).all(1) & (table.bases[ids] < 0)
+            self.is_whole[ids] = (table.masks[ids] == ALL_SLOTS).reshape(count, -1).all(1) & is_plain
         # The ids as int64, then the rows of each array.
         sizes = [count * here.nbytes // len(here) for _, here in self._arrays]
         host = torch.empty(8 * count + sum(sizes), dtype=torch.uint8, pin_memory=self.pages.device.type == "cuda")
@@ -77,14 +78,15 @@ class TableMirror:
 
 class Partials:
     """Buffers for the partials of pieces, one slot per query row. Allocated once, because graphs hold the addresses.
+    Every layer uses the beginning of each, in its own shape.
 
     o         f32 [MAX_PARTIALS, H, G, D]
     lse       f32 [MAX_PARTIALS, H, G], base 2
     arrivals  int32 [MAX_PARTIALS, H], zero between launches
     """
 
-    def __init__(self, spec: AttentionSpec) -> None:
-        heads, device = (MAX_PARTIALS, spec.only.num_kv_heads), spec.table.arena.device
-        self.o = torch.empty(*heads, spec.only.group_size, spec.only.head_dim, dtype=torch.float32, device=device)
-        self.lse = torch.empty(*heads, spec.only.group_size, dtype=torch.float32, device=device)
-        self.arrivals = torch.zeros(heads, dtype=torch.int32, device=device)
+    def __init__(self, layers: Layers, device: torch.device) -> None:
+        num_kv_heads = max(kind.num_kv_heads for kind in layers.kinds)
+        self.o = torch.empty(MAX_PARTIALS * layers.widest, dtype=torch.float32, device=device)
+        self.lse = torch.empty(MAX_PARTIALS * layers.most_heads, dtype=torch.float32, device=device)
+        self.arrivals = torch.zeros(MAX_PARTIALS * num_kv_heads, dtype=torch.int32, device=device)

@@ -7,8 +7,9 @@ Columns of many rows are a matrix product each. Arrays of decode steps have fixe
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,13 +19,13 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.attention.encoded import EncodedTables
 from quire.attention.kernels.launch import Launch, profile_launch, single_profile_launch
 from quire.attention.kernels.profile import keep_keys, place_queries, recover, sum_columns, sum_single_columns
 from quire.attention.pages import PageTable
 from quire.attention.profile import FAR_TOKENS
 from quire.attention.rows import RowSlice
 from quire.attention.spec import AttentionSpec
+from quire.attention.triton_layers import LaunchedLayer, Layers
 from quire.attention.triton_memory import TableMirror
 from quire.cache.ledger import PAGE_TOKENS, UNIT
 
@@ -67,36 +68,41 @@ class ProfileMemory:
     """GPU memory that profiles keep from step to step. Buffers of decode steps never move, because graphs hold them.
 
     sums          the arena as float32
-    lse           f32 [batch, H, G] of decode steps, base 2
-    queries       [H * batch * G * D] of decode steps, rotated and scaled
+    lse           f32 [batch, H, G] of decode steps, base 2; a layer uses the beginning, in its own shape
+    queries       [H * batch * G * D] of decode steps, rotated and scaled, likewise
     columns       int32, the one buffer of all decode steps' columns
-    num_programs  programs per kv head for columns of slices of one row
+    num_programs  programs for columns of slices of one row, of all kv heads together
+    launches, single_launches  of each kind of layer, for slices of many rows and of one row
+    window        the longest one of any layer; None if a layer sees all tokens
     """
 
     def __init__(
         self,
         spec: AttentionSpec,
+        layers: Layers,
         mirror: TableMirror,
-        tables: EncodedTables | None,
         processors: int,
         batch_size: int,
         max_columns: int,
     ) -> None:
         self.spec = spec
+        self.layers = layers
         self.mirror = mirror
-        self.tables = tables
         self.device = spec.table.arena.device
         arena = spec.table.arena.data
         self.arena, self.sums = arena.view(spec.dtype), arena.view(torch.float32)
-        self._words = None if tables is None else arena.view(torch.int32)
-        heads = spec.only.num_kv_heads * spec.only.group_size
-        self.lse = torch.empty(batch_size, heads, dtype=torch.float32, device=self.device)
-        self.queries = torch.empty(batch_size * heads * spec.only.head_dim, dtype=spec.dtype, device=self.device)
-        self.num_programs = max(1, -(-SINGLES_PER_PROCESSOR * processors // spec.only.num_kv_heads))
-        self.launch = profile_launch(spec.dtype, spec.only.group_size, spec.only.head_dim)
-        self.single_launch = single_profile_launch(spec.dtype, spec.only.group_size)
+        self._words = None if layers.tables is None else arena.view(torch.int32)
+        self.lse = torch.empty(batch_size * layers.most_heads, dtype=torch.float32, device=self.device)
+        self.queries = torch.empty(batch_size * layers.widest, dtype=spec.dtype, device=self.device)
+        self.num_programs = SINGLES_PER_PROCESSOR * processors
+        self.launches = [profile_launch(spec.dtype, kind.group_size, kind.head_dim) for kind in layers.kinds]
+        self.single_launches = [
+            single_profile_launch(spec.dtype, kind.group_size, kind.head_dim) for kind in layers.kinds
+        ]
         self.columns = torch.zeros(_HEADER + COLUMN_INTS * max_columns, dtype=torch.int32, device=self.device)
         self._scratch: dict[str, Tensor] = {}
+        windows = [kind.window for kind in layers.kinds]
+        self.window = None if None in windows else max(window for window in windows if window is not None)
 
     def scratch_buffer(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
         """A buffer of at least `count` elements. The next call with the same name may return it again."""
@@ -109,14 +115,13 @@ class ProfileMemory:
         """The kernels' arguments from `arena` to `masks`, without `sums`."""
         return self.arena, self._words, self.mirror.pages, self.mirror.masks
 
-    @property
-    def encoded(self) -> tuple[Tensor | None, ...]:
+    def encoded(self, of: LaunchedLayer) -> tuple[Tensor | None, ...]:
         """The kernels' arguments about encoded pages, from `slot_positions` on."""
-        if self.tables is None:
+        tables, mirror = self.layers.tables, self.mirror
+        if tables is None:
             return (None,) * 8
-        tables, mirror, spec = self.tables, self.mirror, self.spec
         positions = mirror.positions, mirror.bases, mirror.sidecars
-        return *positions, spec.only.cos, spec.only.sin, tables.heads, tables.pairs, tables.read_keys
+        return *positions, of.cos, of.sin, tables.heads, tables.pairs, tables.read_keys
 
 
 def page_id_of(scratch_buffer: Tensor, table: PageTable) -> int:
@@ -128,7 +133,7 @@ class StepProfile:
     """The profile of one step.
 
     own       for each slice the chunks that its rows write, see TileLayout
-    lse       f32 [R or more, H, G], base 2, which attention fills
+    lse       f32 [R or more, H, G], base 2, of the last layer, which attention fills
     num_kept  number of kept rows
     """
 
@@ -141,7 +146,7 @@ class StepProfile:
     ) -> None:
         spec = memory.spec
         self._memory = memory
-        columns, kept_indices, self._kept, kept_chunks = _columns_of(slices, own, spec)
+        columns, kept_indices, self._kept, kept_chunks = _columns_of(slices, own, spec, memory.window)
         is_single = columns[:, 1] == 1
         named = np.concatenate((columns[:, 2:5].reshape(-1), kept_chunks))
         memory.mirror.refresh(named[named >= 0])
@@ -168,25 +173,29 @@ class StepProfile:
         self._singles = device[_HEADER:]
         self._tall = device[_HEADER + COLUMN_INTS * self._num_singles :]
         self._kept_indices = device[at_indices:] if self.num_kept else None
-        heads = spec.only.num_kv_heads * spec.only.group_size
+        layers = memory.layers
         self.lse, self._queries = memory.lse, memory.queries
         if batch_size is None:
-            self.lse = memory.scratch_buffer("lse", len(kept_indices) * heads, torch.float32)
-            self._queries = memory.scratch_buffer("queries", len(kept_indices) * heads * spec.only.head_dim, spec.dtype)
-        count = spec.num_layers * heads * self.num_kept
-        self._kept_queries = (
-            memory.scratch_buffer("kept_queries", count * spec.only.head_dim, spec.dtype) if count else None
-        )
-        self._kept_lse = memory.scratch_buffer("kept_lse", count, torch.float32) if count else None
+            num_rows = len(kept_indices)
+            self.lse = memory.scratch_buffer("lse", num_rows * layers.most_heads, torch.float32)
+            self._queries = memory.scratch_buffer("queries", num_rows * layers.widest, spec.dtype)
+        # Where the kept rows of each layer begin, and where those of the last layer end.
+        self._at_lse = _ends(self.num_kept * each.layer.num_heads for each in layers.all)
+        self._at_queries = _ends(self.num_kept * each.layer.num_heads * each.layer.head_dim for each in layers.all)
+        self._kept_queries = self._kept_lse = None
+        if self.num_kept:
+            self._kept_queries = memory.scratch_buffer("kept_queries", self._at_queries[-1], spec.dtype)
+            self._kept_lse = memory.scratch_buffer("kept_lse", self._at_lse[-1], torch.float32)
         self._num_pages = len(kept_chunks)
         self._kept_chunks = torch.from_numpy(kept_chunks).to(memory.device) if self._num_pages else None
-        self._kept_page = 0
+        self._kept_pages: list[int] = []
         if self._num_pages:
-            # Half a dense page per layer and head. Few steps need it, so it is not kept from step to step.
-            table = spec.table
-            size = self._num_pages * table.shape[0] * table.shape[1] * table.open_codec.page_bytes // 2
-            self._kept_keys = torch.empty(size + UNIT, dtype=torch.uint8, device=memory.device)
-            self._kept_page = page_id_of(self._kept_keys, table)
+            # Half a dense page for each lane. Few steps need it, so it is not kept from step to step.
+            sizes = [self._num_pages * each.layer.num_kv_heads * (each.page["PAGE"] // 2) for each in layers.all]
+            ends = _ends(sizes)
+            self._kept_keys = torch.empty((ends[-1] + 1) * UNIT, dtype=torch.uint8, device=memory.device)
+            first = page_id_of(self._kept_keys, spec.table)
+            self._kept_pages = [first + end for end in ends]
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -203,72 +212,80 @@ class StepProfile:
         q       un-rotated [R, H * G, D], rows strided
         staged  page id of the first staged page
         """
-        memory, spec = self._memory, self._memory.spec
-        sizes = page_sizes(spec)
-        heads = spec.only.num_kv_heads
-        place_queries[(heads, triton.cdiv(len(q) * spec.only.group_size, PLACE_ROWS))](
-            q, self._queries, self.lse, self._kept_indices, self._kept_queries, self._kept_lse, spec.only.cos, spec.only.sin,
-            positions, len(q), self.num_kept, layer, q.stride(0), H=heads, G=spec.only.group_size, D=spec.only.head_dim,
-            DP=sizes["DP"], ROWS=PLACE_ROWS, SCALE=math.log2(math.e) / math.sqrt(spec.only.head_dim),
-            ROTATE=spec.only.cos is not None, num_warps=4, enable_fp_fusion=True,
+        memory, of = self._memory, self._memory.layers.all[layer]
+        num_kv_heads, group_size = of.layer.num_kv_heads, of.layer.group_size
+        kept: tuple[Tensor | None, Tensor | None] = (None, None)
+        if self._kept_queries is not None and self._kept_lse is not None:
+            kept = self._kept_queries[self._at_queries[layer] :], self._kept_lse[self._at_lse[layer] :]
+        place_queries[(num_kv_heads, triton.cdiv(len(q) * group_size, PLACE_ROWS))](
+            q, self._queries, self.lse, self._kept_indices, *kept, of.cos, of.sin, positions, len(q), self.num_kept,
+            q.stride(0), H=num_kv_heads, G=group_size, D=of.layer.head_dim, DP=of.page["DP"], ROWS=PLACE_ROWS,
+            SCALE=of.scores["SCALE"], ROTATE=of.cos is not None, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
         if self._num_pages:
-            keep_keys[(heads, self._num_pages)](
-                memory.arena, memory.mirror.pages, self._kept_chunks, staged, self._kept_page, layer, **sizes,
-                num_warps=4,
+            keep_keys[(num_kv_heads, self._num_pages)](
+                memory.arena, memory.mirror.pages, self._kept_chunks, staged, self._kept_pages[layer],
+                of.layer.first_lane, **of.page, num_warps=4,
             )  # fmt: skip
         arena, words, *mirror = memory.pages
         inputs = (
-            self._queries, self.lse, arena, words, memory.sums, *mirror, *memory.encoded, positions,
+            self._queries, self.lse, arena, words, memory.sums, *mirror, *memory.encoded(of), positions,
         )  # fmt: skip
+        numbers = staged, of.layer.first_lane, len(q)
         if self._num_singles:
-            sum_single_columns[(heads, memory.num_programs)](
-                *inputs, self._num_columns, self._singles, staged, layer, len(q), **self._options(memory.single_launch)
+            num_programs = -(-memory.num_programs // num_kv_heads)
+            options = self._options(of, memory.single_launches[of.kind])
+            sum_single_columns[(num_kv_heads, num_programs)](
+                *inputs, self._num_columns, self._singles, *numbers, **options
             )
         if self._num_tall:
-            sum_columns[(heads, self._num_tall)](
-                *inputs, self._tall, staged, layer, len(q), **self._options(memory.launch)
-            )
+            options = self._options(of, memory.launches[of.kind])
+            sum_columns[(num_kv_heads, self._num_tall)](*inputs, self._tall, *numbers, **options)
 
     def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
         """See AttentionPlan."""
         assert slice_index in self._kept, f"no rows of slice {slice_index} are kept"
         memory, spec, rows = self._memory, self._memory.spec, self._kept[slice_index]
-        shape = spec.num_layers, spec.only.num_kv_heads
-        assert kept.shape[:2] == shape == local.shape, f"{kept.shape} and {local.shape} for {shape} layers and heads"
-        out = torch.empty(*shape, len(rows.chunks), dtype=torch.float32, device=memory.device)
+        shape, num_words = kept.shape[:-1], kept.shape[-1]
+        assert math.prod(shape) == spec.num_lanes and shape == local.shape, (
+            f"{kept.shape} and {local.shape} for {spec.num_lanes} lanes"
+        )
+        assert self._kept_queries is not None and self._kept_lse is not None
+        out = torch.empty(spec.num_lanes, len(rows.chunks), dtype=torch.float32, device=memory.device)
         words, nearest, chunks = (
             torch.from_numpy(np.ascontiguousarray(array)).to(memory.device)
             for array in (kept.astype(np.uint64).view(np.int64), local.astype(np.int64), rows.chunks)
         )
-        recover[(math.prod(shape), len(rows.chunks))](
-            self._kept_queries, self._kept_lse, *memory.pages, *memory.encoded, chunks, words, nearest, out,
-            self._kept_page, self._num_pages, self.num_kept, rows.first_index, rows.count, rows.first_position,
-            rows.first_start, kept.shape[2], **self._options(memory.launch),
-        )  # fmt: skip
-        return (out.double().sum(-1) / (spec.only.group_size * rows.count)).cpu().numpy()
+        words, nearest = words.view(spec.num_lanes, num_words), nearest.view(spec.num_lanes)
+        num_queries = np.empty(spec.num_lanes)
+        for first_layer, num_layers in memory.layers.runs:
+            of = memory.layers.all[first_layer]
+            lane = of.layer.first_lane
+            num_lanes = num_layers * of.layer.num_kv_heads
+            num_queries[lane : lane + num_lanes] = of.layer.group_size * rows.count
+            recover[(num_lanes, len(rows.chunks))](
+                self._kept_queries[self._at_queries[first_layer] :], self._kept_lse[self._at_lse[first_layer] :],
+                *memory.pages, *memory.encoded(of), chunks, words[lane:], nearest[lane:], out[lane:],
+                self._kept_pages[first_layer] if self._num_pages else 0, self._num_pages, self.num_kept,
+                rows.first_index, rows.count, rows.first_position, rows.first_start, num_words, lane,
+                **self._options(of, memory.launches[of.kind]),
+            )  # fmt: skip
+        found: NDArray[np.float64] = out.double().sum(-1).cpu().numpy() / num_queries
+        return found.reshape(shape)
 
-    def _options(self, launch: Launch) -> dict[str, int | bool]:
-        spec, tables, sinks = self._memory.spec, self._memory.tables, self._memory.spec.table.sinks
+    def _options(self, of: LaunchedLayer, launch: Launch) -> dict[str, int | float]:
+        codes = {name: of.codes[name] for name in ("HP", "SINKS", "KIND", "KEY_PARTS", "MOST_KEY_SLOTS")}
         return {
-            **page_sizes(spec), "G": spec.only.group_size, "ROWS": launch.rows, "WINDOW": spec.only.window or 0,
-            "HP": 0 if tables is None else tables.pairs_padded,
-            "SINKS": 0 if tables is None or sinks is None else sinks.num_tokens,
-            "KIND": 0 if tables is None else tables.kernel_id,
-            "KEY_PARTS": 0 if tables is None else tables.key_parts,
-            "MOST_KEY_SLOTS": 0 if tables is None else tables.key_slots,
-            "ROTATE": tables is not None and spec.only.cos is not None,
+            **of.page, **codes, "G": of.layer.group_size, "ROWS": launch.rows, "WINDOW": of.scores["WINDOW"],
+            "SOFT_CAP": of.scores["SOFT_CAP"],
+            "ROTATE": self._memory.layers.tables is not None and of.cos is not None,
             "num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True,
         }  # fmt: skip
 
 
-def page_sizes(spec: AttentionSpec) -> dict[str, int]:
-    """The compile-time constants of the page layout."""
-    return {
-        "L": spec.num_layers, "H": spec.only.num_kv_heads, "D": spec.only.head_dim, "P": PAGE_TOKENS,
-        "DP": triton.next_power_of_2(spec.only.head_dim), "UNIT": UNIT // spec.dtype.itemsize,
-        "PAGE": spec.table.open_codec.page_bytes // UNIT,
-    }  # fmt: skip
+def _ends(sizes: Iterable[int]) -> list[int]:
+    """Where arrays of these sizes begin, one after the other, and where the last one ends."""
+    return [0, *itertools.accumulate(sizes)]
 
 
 class _StepColumns(NamedTuple):
@@ -287,8 +304,10 @@ class _StepColumns(NamedTuple):
     kept_chunks: NDArray[np.int32]
 
 
-def _columns_of(slices: Sequence[RowSlice], written: Sequence[NDArray[np.int32]], spec: AttentionSpec) -> _StepColumns:
-    window = spec.only.window
+def _columns_of(
+    slices: Sequence[RowSlice], written: Sequence[NDArray[np.int32]], spec: AttentionSpec, window: int | None
+) -> _StepColumns:
+    """window: the longest one of any layer; None if a layer sees all tokens."""
     counts = np.array([piece.num_rows for piece in slices], np.int64)
     first_rows = np.cumsum(counts) - counts
     numbers = [number for number, piece in enumerate(slices) if piece.profiled is not None]

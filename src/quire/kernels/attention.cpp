@@ -16,7 +16,7 @@
 // With very few rows, it is cheaper to make no panels (encoded_rows.h). In packed pages, each slot has its own position; each packed page gets a
 // table of its own.
 //
-// Rows that add up only some values (Plan.sparse_rows) are computed in sparse_values.cpp.
+// Rows that add up only some values (LayoutRecord.sparse_rows) are computed in sparse_values.cpp.
 #include <time.h>
 
 #include "encoded_rows.h"
@@ -70,26 +70,26 @@ void soften(float* scores, uint32_t* probabilities, float* top, float* total, fl
 
 // Encodes one head of a full chunk. The first tokens of a sequence are also copied, unencoded, to the sidecar.
 template <class T>
-void seal_page(const Plan& plan, int layer, const Seal& seal, int head) {
+void seal_page(const LayerPlan& plan, const Seal& seal, int head) {
     const int D = plan.D;
-    const T* k = reinterpret_cast<const T*>(image_of(plan, layer, head, seal.source));
+    const T* k = reinterpret_cast<const T*>(image_of(plan, head, seal.source));
     const T* v = k + P * D;
-    uint8_t* sinks = sinks_of(plan, layer, head, seal.chunk);
+    uint8_t* sinks = sinks_of(plan, head, seal.chunk);
     if (sinks) {
         const size_t bytes = static_cast<size_t>(plan.sinks) * D * sizeof(T);
         std::memcpy(sinks, k, bytes);
         std::memcpy(sinks + bytes, v, bytes);
     }
-    uint8_t* image = image_of(plan, layer, head, seal.chunk);
+    uint8_t* image = image_of(plan, head, seal.chunk);
     const int kind = plan.kinds[seal.chunk];
-    encode(kind, tables_of(plan, kind, layer, head), D, static_cast<Kind>(plan.kind), k, v, sinks ? plan.sinks : 0, image);
+    encode(kind, tables_of(plan, kind, head), D, static_cast<Kind>(plan.kind), k, v, sinks ? plan.sinks : 0, image);
 }
 
 // Query rows [rows, D] of the piece, rotated by their distance from `origin`.
 template <class T>
-void turn_queries(const Plan& plan, const Piece& piece, int head, const T* q, int64_t q_stride, int origin, float* turned) {
+void turn_queries(const LayerPlan& plan, const Piece& piece, int head, const T* q, int64_t q_stride, int origin, float* turned) {
     const int G = plan.G, D = plan.D;
-    const float scale = score_scale(D);
+    const float scale = static_cast<float>(plan.scale);
     for (int m = 0; m < piece.num_rows * G; m++) {
         const int row = piece.first_row + m / G;
         const int64_t angle = static_cast<int64_t>(plan.positions[row] - origin) * (D / 2);
@@ -101,7 +101,7 @@ void turn_queries(const Plan& plan, const Piece& piece, int head, const T* q, in
 #if defined(__AVX512BF16__)
 // Adds chunk c, a nuq page without sinks, to the running sums of COUNT rows.
 template <int COUNT>
-void attend_codes(const Plan& plan, const Piece& piece, int head, int c, const Page& page, const Page& after, const Item& item) {
+void attend_codes(const LayerPlan& plan, const Piece& piece, int head, int c, const Page& page, const Page& after, const Item& item) {
     // Prefetches the next page evenly, because a burst would stall.
     Prefetcher ahead = prefetch(after, plan.D, 0);
     if (after.valid) ahead.end = prefetch(after, plan.D, 1).end;
@@ -121,6 +121,7 @@ void attend_codes(const Plan& plan, const Piece& piece, int head, int c, const P
     if (turns.by == BY_SLOT) score(plan.turns, std::integral_constant<Turn, BY_SLOT>{});
     else score(item.own, std::integral_constant<Turn, BY_POSITION>{});
     prefetch_angles(plan, after);
+    cap_scores(plan, COUNT * P, item.scores);
     hide_unseen(plan, piece, page, 0, COUNT, item.scores, P);
     store_scores(plan, piece, head, c, 0, COUNT, item.scores, P);
     load_ranges(page, item.scale, item.offset);
@@ -135,21 +136,21 @@ void attend_codes(const Plan& plan, const Piece& piece, int head, int c, const P
 // Adds chunks c, ..., c + PAGES - 1 of the piece to the running sums. Two pages at once halve the cost of everything but the products: horizontal
 // maxima and sums, and reading and writing acc.
 template <class Math, class T, int PAGES>
-void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int c, const Page& next, const Item& item) {
+void attend_pages(const LayerPlan& plan, const Piece& piece, int head, int c, const Page& next, const Item& item) {
     constexpr int SLOTS = PAGES * P, psteps = P / Math::PAIR;
     const int D = plan.D;
     Page after[PAGES];
     Prefetcher keys_ahead[PAGES], values_ahead[PAGES];
     for (int i = 0; i < PAGES; i++) {
         const int coming = c + PAGES + i;
-        after[i] = coming < piece.num_chunks ? page_of(plan, layer, head, piece, coming) : i ? Page{plan.arena, DENSE_BF16} : next;
+        after[i] = coming < piece.num_chunks ? page_of(plan, head, piece, coming) : i ? Page{plan.arena, DENSE_BF16} : next;
         keys_ahead[i] = prefetch(after[i], D, 0), values_ahead[i] = prefetch(after[i], D, 1);
         prefetch_positions(after[i]);
     }
     bool scaled = false;
     Page pages[PAGES];
     for (int i = 0; i < PAGES; i++) {
-        const Page& page = pages[i] = page_of(plan, layer, head, piece, c + i);
+        const Page& page = pages[i] = page_of(plan, head, piece, c + i);
         count_read(plan, head, plan.indices[piece.first_index + c + i]);
         if (plan.turns) {
             const int start = item.rows <= TURNED_ROWS ? 0 : page.base;
@@ -165,6 +166,7 @@ void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int
         const int count = item.rows - at < BLOCK ? item.rows - at : BLOCK;
         product<Math>(item.query + at * item.steps, item.steps, item.keys, SLOTS, item.scores, SLOTS, item.steps, count, SLOTS, nullptr,
                       keys_ahead[0]);
+        cap_scores(plan, count * SLOTS, item.scores);
         for (int i = 0; i < PAGES; i++) {
             hide_unseen(plan, piece, pages[i], at, count, item.scores + i * P, SLOTS);
             store_scores(plan, piece, head, c + i, at, count, item.scores + i * P, SLOTS);
@@ -185,8 +187,8 @@ void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int
 
 // Computes one work item. next: the first page of this thread's next item, to be prefetched; its `valid` is 0 if there is none.
 template <class Math, class T>
-void attend_item(const Plan& plan, int layer, const Piece& piece, int head, const T* q, int64_t q_stride, T* out, const Page& next) {
-    if (plan.decode && plan.positions[piece.first_row] < piece.start + piece.num_chunks * P) write_row<T>(plan, layer, piece.first_row, head);
+void attend_item(const LayerPlan& plan, const Piece& piece, int head, const T* q, int64_t q_stride, T* out, const Page& next) {
+    if (plan.decode && plan.positions[piece.first_row] < piece.start + piece.num_chunks * P) write_row<T>(plan, piece.first_row, head);
     const int G = plan.G, D = plan.D, H = plan.H, rows = piece.num_rows * G;
     const int padded = (rows + ROWS - 1) / ROWS * ROWS;   // results past `rows` are ignored
     const int held = padded < BLOCK ? padded : BLOCK;     // rows whose scores are in memory at once
@@ -241,11 +243,11 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
     if (late) std::memset(item.late, 0, static_cast<size_t>(late) * 4);
 
     int c = 0, turned_to = -1;
-    for (; pages == 2 && c + 2 <= piece.num_chunks; c += 2) attend_pages<Math, T, 2>(plan, layer, piece, head, c, next, item);
-    Page after = c < piece.num_chunks ? page_of(plan, layer, head, piece, c) : next;
+    for (; pages == 2 && c + 2 <= piece.num_chunks; c += 2) attend_pages<Math, T, 2>(plan, piece, head, c, next, item);
+    Page after = c < piece.num_chunks ? page_of(plan, head, piece, c) : next;
     for (; c < piece.num_chunks; c++) {
         const Page page = after;
-        after = c + 1 < piece.num_chunks ? page_of(plan, layer, head, piece, c + 1) : next;
+        after = c + 1 < piece.num_chunks ? page_of(plan, head, piece, c + 1) : next;
         if (!page.mask) continue;
 #if defined(__AVX512BF16__)
         if constexpr (Math::PAIR == 2) {
@@ -262,7 +264,7 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
         }
 #endif
         if (turns_rows) place_queries<Math>(plan, piece, head, q, q_stride, origin_of(page), rotated, item);
-        attend_pages<Math, T, 1>(plan, layer, piece, head, c, next, item);
+        attend_pages<Math, T, 1>(plan, piece, head, c, next, item);
     }
 
 #if defined(__AVX512BF16__)
@@ -291,7 +293,7 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
 }
 
 template <class T>
-void merge_row(const Plan& plan, const Merge& merge, int head, T* out) {
+void merge_row(const LayerPlan& plan, const Merge& merge, int head, T* out) {
     const int D = plan.D, heads = plan.H * plan.G;
     const int32_t* parts = plan.merge_parts + merge.first;
     float top = -INFINITY;
@@ -315,30 +317,30 @@ void merge_row(const Plan& plan, const Merge& merge, int head, T* out) {
 }
 
 template <class Math, class T>
-void attend(const Plan& plan, int layer, const T* q, int64_t q_stride, T* out) {
+void attend(const LayerPlan& plan, const T* q, int64_t q_stride, T* out) {
     const int H = plan.H;
     if (!plan.decode) {
         const int64_t grain = plan.num_rows < 32 ? plan.num_rows : (plan.num_rows + sharing_threads() - 1) / sharing_threads();
         parallel_for(plan.num_rows, grain, [&](int64_t row) {
-            for (int head = 0; head < H; head++) write_row<T>(plan, layer, static_cast<int>(row), head);
+            for (int head = 0; head < H; head++) write_row<T>(plan, static_cast<int>(row), head);
         });
     }
     if (plan.num_seals)
         parallel_for(static_cast<int64_t>(plan.num_seals) * H, 1,
-                     [&](int64_t i) { seal_page<T>(plan, layer, plan.seals[i / H], static_cast<int>(i % H)); });
+                     [&](int64_t i) { seal_page<T>(plan, plan.seals[i / H], static_cast<int>(i % H)); });
     const int heads = H * plan.G, num_sparse = plan.num_sparse_rows;
-    if (num_sparse) attend_sparsely(plan, layer, q, q_stride, out);
+    if (num_sparse) attend_sparsely(plan, q, q_stride, out);
     if (num_sparse < plan.num_rows) parallel_pairs(static_cast<int64_t>(plan.num_pieces) * H, [&](int64_t i, int64_t then) {
         if (plan.pieces[i / H].first_row < num_sparse) return;
         Page next{plan.arena, DENSE_BF16};
-        if (then >= 0) next = page_of(plan, layer, static_cast<int>(then % H), plan.pieces[then / H], 0);
-        attend_item<Math>(plan, layer, plan.pieces[i / H], static_cast<int>(i % H), q, q_stride, out, next);
+        if (then >= 0) next = page_of(plan, static_cast<int>(then % H), plan.pieces[then / H], 0);
+        attend_item<Math>(plan, plan.pieces[i / H], static_cast<int>(i % H), q, q_stride, out, next);
     });
     if (plan.num_merges && num_sparse < plan.num_rows)
         parallel_for(static_cast<int64_t>(plan.num_merges) * heads, heads, [&](int64_t i) {
             if (plan.merges[i / heads].row >= num_sparse) merge_row(plan, plan.merges[i / heads], static_cast<int>(i % heads), out);
         });
-    if (plan.num_columns) profile_columns(plan, layer, q, q_stride);
+    if (plan.num_columns) profile_columns(plan, q, q_stride);
 }
 
 }  // namespace
@@ -351,10 +353,12 @@ QUIRE_API void quire_attend(const Plan* plan, int layer, const void* q, int64_t 
         const timespec pause{0, 50'000};  // a layer takes milliseconds to arrive
         while (!__atomic_load_n(plan->ready + layer, __ATOMIC_ACQUIRE)) nanosleep(&pause, nullptr);
     }
-    by_kind(*plan, [&](auto math, auto number) {
+    by_kind(plan->kind, [&](auto math, auto number) {
         using T = decltype(number);
-        attend<decltype(math)>(*plan, layer, static_cast<const T*>(q), q_stride, static_cast<T*>(out));
+        attend<decltype(math)>(LayerPlan(*plan, layer), static_cast<const T*>(q), q_stride, static_cast<T*>(out));
     });
 }
 
 QUIRE_EXPORT_FIELDS(Plan)
+QUIRE_EXPORT_FIELDS(LayerRecord)
+QUIRE_EXPORT_FIELDS(LayoutRecord)

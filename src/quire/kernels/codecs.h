@@ -28,12 +28,12 @@ inline bool is_encoded(int kind) { return kind >= NUQ; }   // column sums are no
 
 inline const NuqHead& nuq_head(const Page& page) { return *static_cast<const NuqHead*>(page.tables); }
 
-// The tables of a codec for one layer and head, or null if the codec has none. attention/ builds them.
-inline const void* tables_of(const Plan& plan, int kind, int layer, int head) {
-    const int64_t index = static_cast<int64_t>(layer) * plan.H + head;
+// The tables of a codec for one head of a layer, or null if the codec has none. attention/ builds them.
+inline const void* tables_of(const LayerPlan& plan, int kind, int head) {
+    const int64_t lane = plan.first_lane + head;
     switch (kind) {
-    case NUQ: return static_cast<const NuqHead*>(plan.codec) + index;
-    case GROUP: return plan.codec ? static_cast<const float*>(plan.codec) + index * plan.D : nullptr;
+    case NUQ: return static_cast<const NuqHead*>(plan.codec) + lane;
+    case GROUP: return plan.codec ? static_cast<const float*>(plan.codec) + lane * plan.D : nullptr;
     default: return nullptr;
     }
 }

@@ -1,10 +1,11 @@
 // Norms and activations, the steps between matrix products. Each makes one pass over its rows.
 //
 //     add_norm:  residual += x;  y = residual * rsqrt(mean(residual^2) + eps) * weight
+//     layer_norm:  y = (x - mean(x)) * rsqrt(variance(x) + eps) * weight + bias
 //     gated:     y = act(gate) * up
 //
 // Defined by models.layers.TorchOps; tests/kernels/test_elementwise.py compares the two.
-#include "common.h"
+#include "elementwise.h"
 
 namespace quire {
 
@@ -55,6 +56,62 @@ void add_norm(const void* x, int64_t x_stride, void* residual, const void* weigh
         const T* source = static_cast<const T*>(x) + i / heads * x_stride + i % heads * width;
         T* res = residual ? static_cast<T*>(residual) + i * width : nullptr;
         norm_row(source, res, static_cast<const T*>(weight), eps, width, static_cast<T*>(out) + i * width);
+    });
+}
+
+template <class T>
+void layer_norm_row(const T* x, const T* weight, const T* bias, float eps, int64_t width, T* out) {
+    vf sums{};
+    float tail = 0;
+    int64_t i = 0;
+    for (; i + VL <= width; i += VL) sums += load(x + i);
+    for (; i < width; i++) tail += widen(x[i]);
+    const float mean = (sum(sums) + tail) / static_cast<float>(width);
+    vf squares{};
+    tail = 0;
+    for (i = 0; i + VL <= width; i += VL) {
+        const vf v = load(x + i) - mean;
+        squares += v * v;
+    }
+    for (; i < width; i++) tail += (widen(x[i]) - mean) * (widen(x[i]) - mean);
+    const float scale = 1.0f / std::sqrt((sum(squares) + tail) / static_cast<float>(width) + eps);
+    for (i = 0; i + VL <= width; i += VL) {
+        const vf v = (load(x + i) - mean) * scale * load(weight + i);
+        store(out + i, bias ? v + load(bias + i) : v);
+    }
+    for (; i < width; i++) narrow(out + i, (widen(x[i]) - mean) * scale * widen(weight[i]) + (bias ? widen(bias[i]) : 0.0f));
+}
+
+template <class T>
+void layer_norm(const void* x, const void* weight, const void* bias, float eps, int64_t rows, int64_t width, void* out) {
+    parallel_for(rows, grain_for(rows, width), [&](int64_t r) {
+        const T* source = static_cast<const T*>(x) + r * width;
+        layer_norm_row(source, static_cast<const T*>(weight), static_cast<const T*>(bias), eps, width, static_cast<T*>(out) + r * width);
+    });
+}
+
+// The product is rounded before it is added, as a separate step would.
+template <class T>
+void add_scaled(const void* x, float scale, void* sum, int64_t rows, int64_t width) {
+    parallel_for(rows, grain_for(rows, width), [&](int64_t r) {
+        const T* source = static_cast<const T*>(x) + r * width;
+        T* y = static_cast<T*>(sum) + r * width;
+        for (int64_t i = 0; i < width; i++) {
+            T scaled;
+            narrow(&scaled, widen(source[i]) * scale);
+            narrow(y + i, widen(y[i]) + widen(scaled));
+        }
+    });
+}
+
+template <class T>
+void activate_rows(int activation, void* x, int64_t rows, int64_t width) {
+    parallel_for(rows, grain_for(rows, width), [&](int64_t r) {
+        T* y = static_cast<T*>(x) + r * width;
+        for (int64_t i = 0; i < width; i++) {
+            const float v = widen(y[i]) > 0 || widen(y[i]) != widen(y[i]) ? widen(y[i]) : 0.0f;   // NaN stays
+            narrow(y + i, activation == RELU_SQUARED ? v * v : v);
+        }
     });
 }
 
@@ -142,6 +199,45 @@ QUIRE_API void quire_gated(int kind, int activation, const void* gate_up, int64_
     if (kind == DENSE_BF16) gated<bf16>(activation, gate_up, rows, width, out);
     else if (kind == DENSE_F32) gated<float>(activation, gate_up, rows, width, out);
     else gated<f16>(activation, gate_up, rows, width, out);
+}
+
+// x [rows, width] -> out [rows, width], which may be x. bias may be null.
+QUIRE_API void quire_layer_norm(int kind, const void* x, const void* weight, const void* bias, float eps, int64_t rows, int64_t width, void* out) {
+    if (kind == DENSE_BF16) layer_norm<bf16>(x, weight, bias, eps, rows, width, out);
+    else if (kind == DENSE_F32) layer_norm<float>(x, weight, bias, eps, rows, width, out);
+    else layer_norm<f16>(x, weight, bias, eps, rows, width, out);
+}
+
+// sum += scale * x, both [rows, width]
+QUIRE_API void quire_add_scaled(int kind, const void* x, float scale, void* sum, int64_t rows, int64_t width) {
+    if (kind == DENSE_BF16) add_scaled<bf16>(x, scale, sum, rows, width);
+    else if (kind == DENSE_F32) add_scaled<float>(x, scale, sum, rows, width);
+    else add_scaled<f16>(x, scale, sum, rows, width);
+}
+
+// x [rows, width], in place. activation: an Activation
+QUIRE_API void quire_activate(int kind, int activation, void* x, int64_t rows, int64_t width) {
+    if (kind == DENSE_BF16) activate_rows<bf16>(activation, x, rows, width);
+    else if (kind == DENSE_F32) activate_rows<float>(activation, x, rows, width);
+    else activate_rows<f16>(activation, x, rows, width);
+}
+
+// bf16 q [rows, heads, width] with a row stride -> out, dense, which may be q. Multiplies by channel_scales [width], if there are any; then, if step
+// is not 0, by 1 + share * log(1 + floor(position / step)). Each result is rounded.
+QUIRE_API void quire_scale_queries(const void* q, int64_t q_stride, const void* channel_scales, const int32_t* positions, double share, int64_t step,
+                                   int64_t rows, int64_t heads, int64_t width, void* out) {
+    const bf16* scales = static_cast<const bf16*>(channel_scales);
+    parallel_for(rows, grain_for(rows, heads * width), [&](int64_t r) {
+        const bf16* source = static_cast<const bf16*>(q) + r * q_stride;
+        bf16* y = static_cast<bf16*>(out) + r * heads * width;
+        bf16 factor;
+        narrow(&factor, step ? 1.0f + static_cast<float>(share) * std::log1p(static_cast<float>(positions[r] / step)) : 1.0f);
+        for (int64_t i = 0; i < heads * width; i++) {
+            bf16 scaled = source[i];
+            if (scales) narrow(&scaled, widen(scaled) * widen(scales[i % width]));
+            narrow(y + i, widen(scaled) * widen(factor));
+        }
+    });
 }
 
 // x [rows, width] with a row stride -> int64 out [rows]

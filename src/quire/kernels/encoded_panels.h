@@ -72,7 +72,7 @@ inline lanes pairs_of(vf first, vf second) {
 // each slot by a position of its own.
 enum Turn { BY_SLOT, BY_PAGE, BY_POSITION };
 
-// The tables for a rotation. pairs: Plan.turns [D/2, 2, P], or with BY_POSITION only the pairs (cos, -sin) [D/2, P]. cos, sin [D/2]: the page's
+// The tables for a rotation. pairs: LayerRecord.turns [D/2, 2, P], or with BY_POSITION only the pairs (cos, -sin) [D/2, P]. cos, sin [D/2]: the page's
 // angle, with BY_PAGE.
 struct Turns {
     Turn by;
@@ -94,7 +94,7 @@ inline void with_turn(Turn by, const Body& body) {
 
 // The rotation that puts the page's first slot at position `start`, or its slots at their own positions, if it has some. own [D/2, P]: memory for
 // the table of BY_POSITION.
-inline Turns turns_of(const Plan& plan, const Page& page, int start, uint32_t* own) {
+inline Turns turns_of(const LayerPlan& plan, const Page& page, int start, uint32_t* own) {
     const int half = plan.D / 2;
     const int64_t angle = static_cast<int64_t>(start) * half;
     if (!plan.cos || (!page.positions && !start)) return {BY_SLOT, plan.turns};
@@ -205,7 +205,7 @@ inline void add_value_slot(const uint8_t* slot, const uint8_t* scales, uint32_t*
 
 // Keys of a nuq page -> out [D/2, P] of bf16 pairs, rotated. Without the residuals of its outlier slots.
 template <Turn BY>
-void nuq_keys(const Plan& plan, const Page& page, const Turns& turns, uint32_t* out, int ld, Prefetcher& ahead) {
+void nuq_keys(const LayerPlan& plan, const Page& page, const Turns& turns, uint32_t* out, int ld, Prefetcher& ahead) {
     const NuqHead& head = nuq_head(page);
     const int half = plan.D / 2;
     const uint8_t* lines = page.image;
@@ -232,7 +232,7 @@ inline void load_ranges(const Page& page, float* scale, float* offset) {
 }
 
 // Values of a nuq page -> centroids, out [P / 2, columns] of pairs of slots, with the residuals of its outlier slots; scale and offset [P].
-inline void nuq_values(const Plan& plan, const Page& page, uint32_t* out, int columns, float* scale, float* offset, Prefetcher& ahead) {
+inline void nuq_values(const LayerPlan& plan, const Page& page, uint32_t* out, int columns, float* scale, float* offset, Prefetcher& ahead) {
     const NuqHead& head = nuq_head(page);
     const lanes lookup = load_lanes(head.value_lookup);
     const uint8_t* lines = page.image + head.at_values;
@@ -277,7 +277,7 @@ void plain_keys(const bf16* k, int D, const Turns& turns, int valid, uint32_t* o
 
 // Keys T [rows, D] before rotation -> float32 [rows, D], rotated. positions [rows], or null: consecutive from `start` on.
 template <class T>
-inline void turn_rows(const Plan& plan, const T* x, const int32_t* positions, int start, int rows, float* out) {
+inline void turn_rows(const LayerPlan& plan, const T* x, const int32_t* positions, int start, int rows, float* out) {
     const int D = plan.D, half = D / 2;
     for (int t = 0; t < rows; t++) {
         const int64_t at = static_cast<int64_t>(positions ? positions[t] : start + t) * half;
@@ -293,7 +293,7 @@ inline int panel_buffer(int D) { return Math::PAIR == 1 ? 2 * P * D : P * D / 2;
 // The key panel of an encoded or dense page, rotated. The page's first slot is put at position `start`, unless its slots have their own positions.
 // T: the type of the step's rows. own: see turns_of; used only if slots have their own positions.
 template <class Math, class T>
-void turned_keys(const Plan& plan, const Page& page, int start, uint32_t* keys, int ld, float* buffer, uint32_t* own, Prefetcher& ahead) {
+void turned_keys(const LayerPlan& plan, const Page& page, int start, uint32_t* keys, int ld, float* buffer, uint32_t* own, Prefetcher& ahead) {
     const int D = plan.D, half = D / 2;
     const T* sinks = reinterpret_cast<const T*>(page.sinks);
 #if defined(__AVX512BF16__)
@@ -339,7 +339,7 @@ void turned_keys(const Plan& plan, const Page& page, int start, uint32_t* keys, 
 
 // The value panel of an encoded or dense page. Returns whether it holds centroids, with scale and offset [P] set; else it holds the values.
 template <class Math, class T>
-bool encoded_values(const Plan& plan, const Page& page, int columns, uint32_t* values, float* scale, float* offset, float* buffer,
+bool encoded_values(const LayerPlan& plan, const Page& page, int columns, uint32_t* values, float* scale, float* offset, float* buffer,
                     Prefetcher& ahead) {
     const int D = plan.D;
     const T* sinks = reinterpret_cast<const T*>(page.sinks) + plan.sinks * D;

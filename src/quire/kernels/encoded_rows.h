@@ -44,7 +44,7 @@ __attribute__((always_inline)) inline void block_scores(const NuqHead& head, int
 // Scores [ROWS, P] of queries with the keys of a nuq page, without the residuals of outlier slots. query [ROWS, steps]: bf16 pairs, rotated relative
 // to the position that the table `turns` counts from.
 template <int ROWS, Turn BY>
-void nuq_scores(const Plan& plan, const Page& page, const uint32_t* turns, const uint32_t* query, int steps, float* scores, Prefetcher& ahead) {
+void nuq_scores(const LayerPlan& plan, const Page& page, const uint32_t* turns, const uint32_t* query, int steps, float* scores, Prefetcher& ahead) {
     const NuqHead& head = nuq_head(page);
     const int half = plan.D / 2;
     const uint8_t* lines = page.image;
@@ -134,7 +134,7 @@ inline void scaled_sums(int bits, const uint8_t* lines, lanes lookup, const uint
 // sums = sums * factor + probabilities * centroids. sums [ROWS, columns], factor [ROWS]. probabilities [ROWS, P / 2]: pairs of bf16, already
 // multiplied by the scales of the values.
 template <int ROWS>
-void nuq_sums(const Plan& plan, const Page& page, const uint32_t* probabilities, float* sums, int columns, const float* factor, Prefetcher& ahead) {
+void nuq_sums(const LayerPlan& plan, const Page& page, const uint32_t* probabilities, float* sums, int columns, const float* factor, Prefetcher& ahead) {
     const NuqHead& head = nuq_head(page);
     const lanes lookup = load_lanes(head.value_lookup);
     const uint8_t* lines = page.image + head.at_values;

@@ -7,7 +7,7 @@ namespace {
 
 constexpr int SLOTS = 64;
 constexpr int CHANNELS = 64;      // channels of a group
-constexpr int MAX_D = 256;
+constexpr int MAX_D = 512;
 constexpr int RANGES = 4 * SLOTS; // bytes of the minima and the steps of one group, float16 [64] each
 
 template <class T>

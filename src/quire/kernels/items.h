@@ -20,19 +20,19 @@ struct ScratchArena {
     }
 };
 
-// The page of chunk c of a piece, for one layer and head.
-inline Page page_of(const Plan& plan, int layer, int head, const Piece& piece, int c) {
-    return placed_page(plan, layer, head, plan.indices[piece.first_index + c], piece.start + c * P,
+// The page of chunk c of a piece, for one head of the layer.
+inline Page page_of(const LayerPlan& plan, int head, const Piece& piece, int c) {
+    return placed_page(plan, head, plan.indices[piece.first_index + c], piece.start + c * P,
                        plan.positions[piece.first_row + piece.num_rows - 1] + 1);
 }
 
 // Writes the key and value of one row and head into their slot. The key is rotated first, unless pages hold keys before rotation. Pages of open and
 // staged chunks are dense, in the number format of the step.
 template <class T>
-inline void write_row(const Plan& plan, int layer, int row, int head) {
+inline void write_row(const LayerPlan& plan, int row, int head) {
     const int D = plan.D, position = plan.positions[row], slot = position % P;
     const int64_t angle = static_cast<int64_t>(position) * (D / 2);
-    T* key = reinterpret_cast<T*>(image_of(plan, layer, head, plan.write_chunk[row])) + slot * D;
+    T* key = reinterpret_cast<T*>(image_of(plan, head, plan.write_chunk[row])) + slot * D;
     if (plan.turns) {
         std::memcpy(key, static_cast<const T*>(plan.k) + row * plan.k_stride + head * D, D * sizeof(T));
         std::memcpy(key + P * D, static_cast<const T*>(plan.v) + row * plan.v_stride + head * D, D * sizeof(T));
@@ -65,9 +65,9 @@ struct Item {
 
 // Writes the query rows of the piece in the format of the product, rotated by their distance from `origin`.
 template <class Math, class T>
-inline void place_queries(const Plan& plan, const Piece& piece, int head, const T* q, int64_t q_stride, int origin, float* rotated, const Item& item) {
+inline void place_queries(const LayerPlan& plan, const Piece& piece, int head, const T* q, int64_t q_stride, int origin, float* rotated, const Item& item) {
     const int G = plan.G, D = plan.D;
-    const float scale = score_scale(D);
+    const float scale = static_cast<float>(plan.scale);
     for (int r = 0; r < piece.num_rows; r++) {
         const int row = piece.first_row + r;
         const int64_t angle = static_cast<int64_t>(plan.positions[row] - origin) * (D / 2);
@@ -86,14 +86,14 @@ inline int origin_of(const Page& page) { return page.positions ? 0 : page.base; 
 
 // Hides the slots of a page that its mask hides, or that are invisible to rows at, ..., at + count - 1 of the item. Rows of scores are `ld` apart.
 // Slots with their own positions are earlier than all rows, so only the mask hides them.
-inline void hide_unseen(const Plan& plan, const Piece& piece, const Page& page, int at, int count, float* scores, int ld) {
+inline void hide_unseen(const LayerPlan& plan, const Piece& piece, const Page& page, int at, int count, float* scores, int ld) {
     if (!page.positions && (plan.positions[piece.first_row] < page.base + P - 1 || plan.window))
         for (int m = 0; m < count; m++) hide_unseen(plan, plan.positions[piece.first_row + (at + m) / plan.G], page.base, P, scores + m * ld);
     for (int m = 0; m < count && page.mask != ALL_SLOTS; m++) hide_masked(page.mask, scores + m * ld);
 }
 
 // Stores the scores of rows at, ..., at + count - 1 of the item for chunk c of its piece, if they are kept. Rows of scores are `ld` apart.
-inline void store_scores(const Plan& plan, const Piece& piece, int head, int c, int at, int count, const float* scores, int ld) {
+inline void store_scores(const LayerPlan& plan, const Piece& piece, int head, int c, int at, int count, const float* scores, int ld) {
     if (!plan.scored_rows) return;
     for (int m = 0; m < count; m++) {
         const ScoredRow& row = plan.scored_rows[piece.first_row + (at + m) / plan.G];
@@ -110,7 +110,7 @@ inline void prefetch_positions(const Page& page) {
 
 // Prefetches the angles at these positions, once the positions are in the cache. The angles are scattered over the table, and take as many cache
 // lines as the page's codes.
-inline void prefetch_angles(const Plan& plan, const Page& page) {
+inline void prefetch_angles(const LayerPlan& plan, const Page& page) {
     if (!page.positions || !plan.angles) return;
     for (int t = 0; t < P; t++) {
         const uint32_t* row = plan.angles + static_cast<int64_t>(page.positions[t]) * (plan.D / 2);

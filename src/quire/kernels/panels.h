@@ -7,49 +7,54 @@ namespace quire {
 
 constexpr uint64_t ALL_SLOTS = ~0ull;
 
-// The visible slots of a chunk's page; 0 if the chunk has no page for this layer and head.
-inline uint64_t mask_of(const Plan& plan, int layer, int head, int32_t chunk) {
-    return plan.masks && chunk >= 0 ? plan.masks[(static_cast<int64_t>(chunk) * plan.L + layer) * plan.H + head] : ALL_SLOTS;
+// Index of a chunk's page in Plan.table, for one head of the layer.
+inline int64_t lane_of(const LayerPlan& plan, int head, int32_t chunk) {
+    return static_cast<int64_t>(chunk) * plan.lanes + plan.first_lane + head;
 }
 
-// The address of a chunk's page for one layer and head. Staged chunks have negative ids.
-inline uint8_t* image_of(const Plan& plan, int layer, int head, int32_t chunk) {
+// The visible slots of a chunk's page; 0 if the chunk has no page for this head.
+inline uint64_t mask_of(const LayerPlan& plan, int head, int32_t chunk) {
+    return plan.masks && chunk >= 0 ? plan.masks[lane_of(plan, head, chunk)] : ALL_SLOTS;
+}
+
+// The address of a chunk's page for one head of the layer. Staged chunks have negative ids.
+inline uint8_t* image_of(const LayerPlan& plan, int head, int32_t chunk) {
     if (chunk < 0) return plan.staged + (static_cast<int64_t>(~chunk) * plan.H + head) * plan.dense_page;
-    return plan.arena + static_cast<int64_t>(plan.table[(static_cast<int64_t>(chunk) * plan.L + layer) * plan.H + head]) * UNIT;
+    return plan.arena + static_cast<int64_t>(plan.table[lane_of(plan, head, chunk)]) * UNIT;
 }
 
-// The exact keys and values of a chunk's first tokens, or null.
-inline uint8_t* sinks_of(const Plan& plan, int layer, int head, int32_t chunk) {
+// The exact keys and values of a chunk's first tokens, or null. All layers have heads of one size then.
+inline uint8_t* sinks_of(const LayerPlan& plan, int head, int32_t chunk) {
     if (!plan.sinks || plan.sidecars[chunk] < 0) return nullptr;
     const int64_t bytes = static_cast<int64_t>(2) * plan.sinks * plan.D * (plan.kind == DENSE_F32 ? 4 : 2);
-    return plan.arena + static_cast<int64_t>(plan.sidecars[chunk]) * UNIT + (static_cast<int64_t>(layer) * plan.H + head) * bytes;
+    return plan.arena + static_cast<int64_t>(plan.sidecars[chunk]) * UNIT + (plan.first_lane + head) * bytes;
 }
 
-// A chunk's page for one layer and head. written: the number of its written slots; it may exceed the page.
-inline Page page_at(const Plan& plan, int layer, int head, int32_t chunk, int written) {
-    const uint64_t mask = mask_of(plan, layer, head, chunk);
+// A chunk's page for one head of the layer. written: the number of its written slots; it may exceed the page.
+inline Page page_at(const LayerPlan& plan, int head, int32_t chunk, int written) {
+    const uint64_t mask = mask_of(plan, head, chunk);
     const int used = mask ? P - __builtin_clzll(mask) : 0;
-    Page page{image_of(plan, layer, head, chunk), chunk < 0 ? plan.kind : plan.kinds[chunk], written < used ? written : used, mask};
-    if (is_encoded(page.kind)) page.tables = tables_of(plan, page.kind, layer, head), page.sinks = sinks_of(plan, layer, head, chunk);
+    Page page{image_of(plan, head, chunk), chunk < 0 ? plan.kind : plan.kinds[chunk], written < used ? written : used, mask};
+    if (is_encoded(page.kind)) page.tables = tables_of(plan, page.kind, head), page.sinks = sinks_of(plan, head, chunk);
     return page;
 }
 
 // A chunk's page with its positions: those of its slots, or consecutive ones from the chunk's own base, or else from `base` on. Slots at consecutive
 // positions are written below position `end`; slots with their own positions are all written.
-inline Page placed_page(const Plan& plan, int layer, int head, int32_t chunk, int base, int end) {
+inline Page placed_page(const LayerPlan& plan, int head, int32_t chunk, int base, int end) {
     const int32_t* positions = nullptr;
     if (chunk >= 0) {
         if (plan.bases[chunk] >= 0) base = plan.bases[chunk];
-        const int32_t found = plan.slot_positions[(static_cast<int64_t>(chunk) * plan.L + layer) * plan.H + head];
+        const int32_t found = plan.slot_positions[lane_of(plan, head, chunk)];
         if (found >= 0) positions = reinterpret_cast<const int32_t*>(plan.arena + static_cast<int64_t>(found) * UNIT);
     }
-    Page page = page_at(plan, layer, head, chunk, positions ? P : end - base);
+    Page page = page_at(plan, head, chunk, positions ? P : end - base);
     page.base = base, page.positions = positions;
     return page;
 }
 
-inline void count_read(const Plan& plan, int head, int32_t chunk) {
-    if (plan.reads && chunk >= 0) __atomic_fetch_add(plan.reads + static_cast<int64_t>(chunk) * plan.H + head, 1, __ATOMIC_RELAXED);
+inline void count_read(const LayerPlan& plan, int head, int32_t chunk) {
+    if (plan.reads && chunk >= 0) __atomic_fetch_add(plan.reads + static_cast<int64_t>(chunk) * plan.most_heads + head, 1, __ATOMIC_RELAXED);
 }
 
 // Prefetches the written keys (which = 0) or values (1) of a page.

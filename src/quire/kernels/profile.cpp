@@ -39,7 +39,7 @@ struct Scratch {
 };
 
 template <class Math>
-Scratch scratch_of(const Plan& plan) {
+Scratch scratch_of(const LayerPlan& plan) {
     const int keys = query_steps<Math>(plan) * P, buffer = plan.turns ? panel_buffer<Math>(plan.D) : 0;
     const int own = plan.turns && Math::PAIR == 2 ? plan.D / 2 * P : 0;
     auto* at = static_cast<float*>(thread_scratch(sizeof(float) * (keys + BLOCK * P + 2 * P + buffer + own)));
@@ -50,7 +50,7 @@ Scratch scratch_of(const Plan& plan) {
 
 // Makes the key panel of a page.
 template <class Math, class T>
-void make_panel(const Plan& plan, const Page& page, const Scratch& item) {
+void make_panel(const LayerPlan& plan, const Page& page, const Scratch& item) {
     Prefetcher none{nullptr, nullptr};
     if (plan.turns) turned_keys<Math, T>(plan, page, page.base, item.keys, P, item.buffer, item.own, none);
     else load_keys<Math>(page, plan.D, item.keys, P, none);
@@ -65,7 +65,7 @@ struct Rows {
 
 // Adds the probabilities of rows [low, high), which see all of a panel, to item.sums.
 template <class Math>
-void add_seen(const Plan& plan, const Rows& rows, int low, int high, const Scratch& item) {
+void add_seen(const LayerPlan& plan, const Rows& rows, int low, int high, const Scratch& item) {
     const int steps = query_steps<Math>(plan);
     Prefetcher none{nullptr, nullptr};
     for (int at = low * plan.G; at < high * plan.G; at += BLOCK) {
@@ -83,12 +83,13 @@ void add_seen(const Plan& plan, const Rows& rows, int low, int high, const Scrat
 // Calls body(row, probabilities [P]) for the query rows of rows [low, high), in order. The panel begins at position `start`. Slots that are invisible
 // to a row, or fewer than `far` tokens before it, have probability 0 or 2^-126.
 template <class Math, class Body>
-void each_row(const Plan& plan, const Rows& rows, int low, int high, int start, const Scratch& item, const Body& body, int far = 0) {
+void each_row(const LayerPlan& plan, const Rows& rows, int low, int high, int start, const Scratch& item, const Body& body, int far = 0) {
     const int steps = query_steps<Math>(plan);
     Prefetcher none{nullptr, nullptr};
     for (int at = low * plan.G; at < high * plan.G; at += BLOCK) {
         const int count = high * plan.G - at < BLOCK ? high * plan.G - at : BLOCK;
         product<Math>(rows.query + static_cast<int64_t>(at) * steps, steps, item.keys, P, item.scores, P, steps, count, P, nullptr, none);
+        cap_scores(plan, count * P, item.scores);
         for (int m = 0; m < count; m++) {
             float* s = item.scores + m * P;
             hide_unseen(plan, rows.position + (at + m) / plan.G, start, P, s, far);
@@ -106,14 +107,25 @@ struct SeeingRows {
     int own, later, end;
 };
 
-inline SeeingRows seeing_rows(const Plan& plan, int position, int count, int start) {
+inline SeeingRows seeing_rows(const LayerPlan& plan, int position, int count, int start) {
     const int end = plan.window ? rows_before(position, count, start + P - 1 + plan.window) : count;
     return {rows_before(position, count, start), rows_before(position, count, start + P), end};
 }
 
+// Where the plan keeps the queries [G, steps] and the limits [G] of a row for one head.
+struct Kept {
+    uint32_t* queries;
+    float* limits;
+};
+
+inline Kept kept_row(const LayerPlan& plan, int head, int row, int steps) {
+    const int64_t at = (static_cast<int64_t>(head) * plan.num_kept_rows + row) * plan.G, before = plan.num_kept_rows;
+    return {plan.kept_queries + plan.queries_before * before + at * steps, plan.kept_limits + plan.heads_before * before + at};
+}
+
 // Stores the rotated queries and the lse of a row. If the row's queries are kept, stores them there too.
 template <class Math, class T>
-void place_row(const Plan& plan, int layer, const ProfiledRow& profiled, const T* q, int64_t q_stride) {
+void place_row(const LayerPlan& plan, const ProfiledRow& profiled, const T* q, int64_t q_stride) {
     const int G = plan.G, H = plan.H, D = plan.D, steps = query_steps<Math>(plan), row = profiled.row;
     const int64_t angle = static_cast<int64_t>(plan.positions[row]) * (D / 2);
     auto* rotated = static_cast<float*>(thread_scratch(sizeof(float) * D));
@@ -123,27 +135,27 @@ void place_row(const Plan& plan, int layer, const ProfiledRow& profiled, const T
         float* limits = plan.limits + first;
         for (int g = 0; g < G; g++) {
             rotate(q + row * q_stride + (head * G + g) * D, plan.cos ? plan.cos + angle : nullptr, plan.cos ? plan.sin + angle : nullptr, D,
-                   score_scale(D), rotated);
+                   static_cast<float>(plan.scale), rotated);
             store_query<Math>(plan, rotated, query + g * steps);
             const float lse = plan.lse[static_cast<int64_t>(row) * H * G + head * G + g];
             limits[g] = lse > -INFINITY ? lse * LOG2E : INFINITY;   // a row that sees nothing gives probabilities of zero
         }
         if (profiled.kept < 0) continue;
-        const int64_t kept = ((static_cast<int64_t>(layer) * H + head) * plan.num_kept_rows + profiled.kept) * G;
-        std::memcpy(plan.kept_queries + kept * steps, query, sizeof(uint32_t) * G * steps);
-        std::memcpy(plan.kept_limits + kept, limits, sizeof(float) * G);
+        const Kept kept = kept_row(plan, head, profiled.kept, steps);
+        std::memcpy(kept.queries, query, sizeof(uint32_t) * G * steps);
+        std::memcpy(kept.limits, limits, sizeof(float) * G);
     }
 }
 
 // Where the plan keeps the computed keys [64, D] of one page.
-inline uint8_t* kept_keys(const Plan& plan, int layer, int head, int place) {
+inline uint8_t* kept_keys(const LayerPlan& plan, int head, int place) {
     const int64_t bytes = static_cast<int64_t>(P) * plan.D * (plan.kind == DENSE_F32 ? 4 : 2);
-    return plan.kept_keys + ((static_cast<int64_t>(layer) * plan.H + head) * plan.num_kept_pages + place) * bytes;
+    return plan.kept_keys + plan.key_bytes_before * plan.num_kept_pages + (static_cast<int64_t>(head) * plan.num_kept_pages + place) * bytes;
 }
 
 // Records the largest attention of a profile's last rows to each slot of a chunk. All these rows follow the chunk.
 template <class Math, class T>
-void note_peaks(const Plan& plan, const Profile& profile, const Rows& all, int layer, int head, const Column& column, int start) {
+void note_peaks(const LayerPlan& plan, const Profile& profile, const Rows& all, int head, const Column& column, int start) {
     const int skipped = profile.num_rows - profile.num_peaks;
     const int64_t first = static_cast<int64_t>(skipped) * plan.G;
     const Rows rows{all.query + first * query_steps<Math>(plan), all.limits + first, all.position + skipped};
@@ -151,9 +163,9 @@ void note_peaks(const Plan& plan, const Profile& profile, const Rows& all, int l
     const int high = seeing_rows(plan, rows.position, profile.num_peaks, start).end;
     if (low >= high) return;
     const Scratch item = scratch_of<Math>(plan);
-    make_panel<Math, T>(plan, placed_page(plan, layer, head, column.stored, start, rows.position + profile.num_peaks), item);
+    make_panel<Math, T>(plan, placed_page(plan, head, column.stored, start, rows.position + profile.num_peaks), item);
     count_read(plan, head, column.stored);
-    float* page = reinterpret_cast<float*>(image_of(plan, layer, head, column.sums));
+    float* page = reinterpret_cast<float*>(image_of(plan, head, column.sums));
     const auto note = [&](int, const float* p) {
         for (int t = 0; t < P; t += VL) store(page + t, max(load(p + t), load(page + t)));
     };
@@ -162,7 +174,7 @@ void note_peaks(const Plan& plan, const Profile& profile, const Rows& all, int l
 
 // Adds the attention of a slice of one row to a column, or records it as a peak. Reads the scores that attention stored.
 template <bool ROUGH>
-void add_scores(const Plan& plan, const Profile& profile, const ScoredRow& row, int head, int index, const Column& column, float* page) {
+void add_scores(const LayerPlan& plan, const Profile& profile, const ScoredRow& row, int head, int index, const Column& column, float* page) {
     const int position = plan.positions[profile.first_row], start = profile.start + index * P;
     const int seen = rows_before(start, P, position - (profile.num_peaks ? column.far : 0) + 1);   // slots that are far enough
     alignas(64) float found[P] = {};
@@ -181,19 +193,19 @@ void add_scores(const Plan& plan, const Profile& profile, const ScoredRow& row, 
 }
 
 template <class Math, class T>
-void sum_column(const Plan& plan, int layer, int index, int head) {
+void sum_column(const LayerPlan& plan, int index, int head) {
     const Column& column = plan.columns[index];
     const Profile& profile = plan.profiles[column.profile];
     const int start = profile.start + (index - profile.first_column) * P, steps = query_steps<Math>(plan);
     const int64_t first = (static_cast<int64_t>(head) * plan.num_rows + profile.first_row) * plan.G;
     const Rows rows{plan.queries + first * steps, plan.limits + first, plan.positions[profile.first_row]};
     // Nothing to do if retention needs no sums of this head, or the head keeps nothing of the chunk.
-    if (!mask_of(plan, layer, head, column.sums) || !mask_of(plan, layer, head, column.stored)) return;
+    if (!mask_of(plan, head, column.sums) || !mask_of(plan, head, column.stored)) return;
     if (const ScoredRow& row = plan.scored_rows[profile.first_row]; row.first >= 0) {
-        float* page = reinterpret_cast<float*>(image_of(plan, layer, head, column.sums));
+        float* page = reinterpret_cast<float*>(image_of(plan, head, column.sums));
         return add_scores<Math::PAIR == 2>(plan, profile, row, head, index - profile.first_column, column, page);
     }
-    if (profile.num_peaks) return note_peaks<Math, T>(plan, profile, rows, layer, head, column, start);
+    if (profile.num_peaks) return note_peaks<Math, T>(plan, profile, rows, head, column, start);
     const int written = rows.position + profile.num_rows;
     const SeeingRows who = seeing_rows(plan, rows.position, profile.num_rows, start);
     const Scratch item = scratch_of<Math>(plan);
@@ -202,47 +214,48 @@ void sum_column(const Plan& plan, int layer, int index, int head) {
         for (int t = 0; t < P; t += VL) store(item.sums + t, load(item.sums + t) + load(p + t));
     };
     if (who.own < who.later) {
-        make_panel<Math, T>(plan, placed_page(plan, layer, head, column.computed, start, written), item);
+        make_panel<Math, T>(plan, placed_page(plan, head, column.computed, start, written), item);
         count_read(plan, head, column.computed);
         each_row<Math>(plan, rows, who.own, who.later, start, item, add);
     }
     if (who.later < who.end) {
         if (who.own == who.later || column.stored != column.computed) {
-            make_panel<Math, T>(plan, placed_page(plan, layer, head, column.stored, start, rows.position + profile.num_rows), item);
+            make_panel<Math, T>(plan, placed_page(plan, head, column.stored, start, rows.position + profile.num_rows), item);
             count_read(plan, head, column.stored);
         }
         // With a window, later rows see only the last slots.
         const int whole = plan.window ? rows_before(rows.position, who.end, start + plan.window) : who.end;
         const int split = whole > who.later ? whole : who.later;
-        add_seen<Math>(plan, rows, who.later, split, item);
-        each_row<Math>(plan, rows, split, who.end, start, item, add);
+        const bool whole_sums = plan.soft_cap == 0;   // these are made within the product, where scores cannot be capped
+        if (whole_sums) add_seen<Math>(plan, rows, who.later, split, item);
+        each_row<Math>(plan, rows, whole_sums ? split : who.later, who.end, start, item, add);
     }
-    float* page = reinterpret_cast<float*>(image_of(plan, layer, head, column.sums));
+    float* page = reinterpret_cast<float*>(image_of(plan, head, column.sums));
     const float share = 1.0f / static_cast<float>(plan.G);
     for (int t = 0; t < P; t += VL) store(page + t, load(page + t) + load(item.sums + t) * share);
 }
 
 template <class Math, class T>
-void profile_layer(const Plan& plan, int layer, const T* q, int64_t q_stride) {
+void profile_layer(const LayerPlan& plan, const T* q, int64_t q_stride) {
     const int H = plan.H;
     const int64_t grain = (plan.num_profiled_rows + sharing_threads() - 1) / sharing_threads();
-    parallel_for(plan.num_profiled_rows, grain, [&](int64_t i) { place_row<Math>(plan, layer, plan.profiled_rows[i], q, q_stride); });
+    parallel_for(plan.num_profiled_rows, grain, [&](int64_t i) { place_row<Math>(plan, plan.profiled_rows[i], q, q_stride); });
     if (plan.num_kept_pages)
         parallel_for(static_cast<int64_t>(plan.num_kept_pages) * H, 1, [&](int64_t i) {
             const int place = static_cast<int>(i / H), head = static_cast<int>(i % H);
-            std::memcpy(kept_keys(plan, layer, head, place), image_of(plan, layer, head, plan.kept_chunks[place]), sizeof(T) * P * plan.D);
+            std::memcpy(kept_keys(plan, head, place), image_of(plan, head, plan.kept_chunks[place]), sizeof(T) * P * plan.D);
         });
     // Items are in order of position: chunks that most rows see come first, so that no large item starts last.
     parallel_for(static_cast<int64_t>(plan.num_columns) * H, 1,
-                 [&](int64_t i) { sum_column<Math, T>(plan, layer, static_cast<int>(i / H), static_cast<int>(i % H)); });
+                 [&](int64_t i) { sum_column<Math, T>(plan, static_cast<int>(i / H), static_cast<int>(i % H)); });
 }
 
 // Recovered attention of one head (quire_recover). kept [words].
 template <class Math, class T>
-double recover(const Plan& plan, const Profile& profile, int layer, int head, const uint64_t* kept, int64_t words, int64_t local) {
+double recover(const LayerPlan& plan, const Profile& profile, int head, const uint64_t* kept, int64_t words, int64_t local) {
     const int steps = query_steps<Math>(plan), end = plan.positions[profile.first_row] + profile.num_rows;
-    const int64_t first = ((static_cast<int64_t>(layer) * plan.H + head) * plan.num_kept_rows + profile.first_kept) * plan.G;
-    const Rows rows{plan.kept_queries + first * steps, plan.kept_limits + first, end - profile.num_kept};
+    const Kept first = kept_row(plan, head, profile.first_kept, steps);
+    const Rows rows{first.queries, first.limits, end - profile.num_kept};
     const Scratch item = scratch_of<Math>(plan);
     alignas(64) float columns[P], weights[P];   // columns: 1 for slots that every row keeps; weights: 1 for slots that one row keeps
     double total = 0;
@@ -267,8 +280,8 @@ double recover(const Plan& plan, const Profile& profile, int layer, int head, co
         const auto computed = [&] {
             Page page{nullptr, plan.kind, end - start < P ? end - start : P};
             page.base = start;
-            if (column.kept < 0) return placed_page(plan, layer, head, column.computed, start, end);
-            page.image = kept_keys(plan, layer, head, column.kept);
+            if (column.kept < 0) return placed_page(plan, head, column.computed, start, end);
+            page.image = kept_keys(plan, head, column.kept);
             return page;
         };
         if (who.own < who.later) {
@@ -278,7 +291,7 @@ double recover(const Plan& plan, const Profile& profile, int layer, int head, co
         if (who.later < who.end) {
             const bool same = column.stored == column.computed;
             if (who.own == who.later || !same)
-                make_panel<Math, T>(plan, same ? computed() : placed_page(plan, layer, head, column.stored, start, end), item);
+                make_panel<Math, T>(plan, same ? computed() : placed_page(plan, head, column.stored, start, end), item);
             each_row<Math>(plan, rows, who.later, who.end, start, item, add);
         }
         for (int t = 0; t < P; t++) total += item.sums[t];
@@ -288,9 +301,9 @@ double recover(const Plan& plan, const Profile& profile, int layer, int head, co
 
 }  // namespace
 
-void profile_columns(const Plan& plan, int layer, const void* q, int64_t q_stride) {
-    by_kind(plan, [&](auto math, auto number) {
-        profile_layer<decltype(math)>(plan, layer, static_cast<const decltype(number)*>(q), q_stride);
+void profile_columns(const LayerPlan& plan, const void* q, int64_t q_stride) {
+    by_kind(plan.kind, [&](auto math, auto number) {
+        profile_layer<decltype(math)>(plan, static_cast<const decltype(number)*>(q), q_stride);
     });
 }
 
@@ -299,17 +312,20 @@ void profile_columns(const Plan& plan, int layer, const void* q, int64_t q_strid
 using namespace quire;
 
 QUIRE_API void quire_recover(const Plan* plan, int profile, const uint64_t* kept, int64_t words, const int64_t* local, double* out) {
-    by_kind(*plan, [&](auto math, auto number) {
-        parallel_for(static_cast<int64_t>(plan->L) * plan->H, 1, [&](int64_t i) {
-            out[i] = recover<decltype(math), decltype(number)>(*plan, plan->profiles[profile], static_cast<int>(i / plan->H),
-                                                               static_cast<int>(i % plan->H), kept + i * words, words, local[i]);
+    by_kind(plan->kind, [&](auto math, auto number) {
+        parallel_for(plan->lanes, 1, [&](int64_t lane) {
+            int layer = 0;
+            while (lane < plan->layers[layer].first_lane || lane >= plan->layers[layer].first_lane + plan->layers[layer].H) layer++;
+            const LayerPlan of_layer(*plan, layer);
+            out[lane] = recover<decltype(math), decltype(number)>(of_layer, of_layer.profiles[profile], static_cast<int>(lane - of_layer.first_lane),
+                                                                  kept + lane * words, words, local[lane]);
         });
     });
 }
 
-// 32-bit elements of a query row in Plan.queries.
-QUIRE_API int64_t quire_query_steps(const Plan* plan) {
+// 32-bit elements of a layer's query row in Plan.queries.
+QUIRE_API int64_t quire_query_steps(int kind, const LayerRecord* layer) {
     int64_t steps = 0;
-    by_kind(*plan, [&](auto math, auto) { steps = query_steps<decltype(math)>(*plan); });
+    by_kind(kind, [&](auto math, auto) { steps = query_steps<decltype(math)>(*layer); });
     return steps;
 }

@@ -27,7 +27,7 @@ _OPENMP_SYMBOLS = ("GOMP_parallel", "omp_get_num_threads")
 
 SIGNATURES: dict[str, list[type]] = {
     "quire_threads": [_PTR, _PTR, _I32],
-    "quire_stack": [_PTR, _I64, _F32, _PTR, _PTR, _I64],
+    "quire_stack": [_PTR, _PTR, _I64, _PTR, _PTR, _I64],
     "quire_attend": [_PTR, _I32, _PTR, _I64, _PTR],
     "quire_recover": [_PTR, _I32, _PTR, _I64, _PTR, _PTR],
     "quire_add_norm": [_I32, _PTR, _I64, _PTR, _PTR, _F32, _I64, _I64, _I64, _PTR],
@@ -43,6 +43,7 @@ SIGNATURES: dict[str, list[type]] = {
     "quire_group_decode": [_I32, _PTR, _PTR, _I64, _PTR, _PTR],
     "quire_move_slots": [_PTR, _PTR, _PTR, _PTR, _PTR, _PTR, _I64],
     "quire_gated": [_I32, _I32, _PTR, _I64, _I64, _PTR],
+    "quire_layer_norm": [_I32, _PTR, _PTR, _PTR, _F32, _I64, _I64, _PTR],
 }
 
 
@@ -51,7 +52,7 @@ def prepare(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
-    library.quire_query_steps.argtypes, library.quire_query_steps.restype = [_PTR], _I64
+    library.quire_query_steps.argtypes, library.quire_query_steps.restype = [_I32, _PTR], _I64
     library.quire_left_out.restype = _I32
     library.quire_panel_bytes.argtypes, library.quire_panel_bytes.restype = [_I32, _I64], _I64
     library.quire_quantized_bytes.argtypes, library.quire_quantized_bytes.restype = [_I32, _I64, _I64], _I64

@@ -20,17 +20,17 @@ namespace {
 
 constexpr int32_t NEVER = INT32_MIN;   // order of a slot that must not be selected
 
-inline int64_t heads_of(const Plan& plan) { return static_cast<int64_t>(plan.H) * plan.G; }
+inline int64_t heads_of(const LayerPlan& plan) { return static_cast<int64_t>(plan.H) * plan.G; }
 
 // Index of the first score in Plan.sparse_scores of a row, query head and column. The index in Plan.sparse_slots is this, divided by P.
-inline int64_t place_of(const Plan& plan, const SparseRow& row, int64_t query_head, int64_t column) {
+inline int64_t place_of(const LayerPlan& plan, const SparseRow& row, int64_t query_head, int64_t column) {
     return row.first * heads_of(plan) + (query_head * row.num_columns + column) * P;
 }
 
 inline int64_t column_of(const Piece& piece, const SparseRow& row, int c) { return (piece.start - row.start) / P + c; }
 
 // The slots of a page that are visible to a row at `position`, as bits.
-inline uint64_t seen_by(const Plan& plan, const Page& page, int position) {
+inline uint64_t seen_by(const LayerPlan& plan, const Page& page, int position) {
     if (page.positions) return page.mask;
     const auto below = [](int count) { return count >= P ? ALL_SLOTS : count <= 0 ? 0 : (1ull << count) - 1; };
     uint64_t seen = page.mask & below(position + 1 - page.base);
@@ -42,8 +42,8 @@ inline uint64_t seen_by(const Plan& plan, const Page& page, int position) {
 
 // Stores the scores of a piece's rows in base 2, and the slots that are visible to them.
 template <class Math, class T>
-void score_item(const Plan& plan, int layer, const Piece& piece, int head, const T* q, int64_t q_stride) {
-    if (plan.decode && plan.positions[piece.first_row] < piece.start + piece.num_chunks * P) write_row<T>(plan, layer, piece.first_row, head);
+void score_item(const LayerPlan& plan, const Piece& piece, int head, const T* q, int64_t q_stride) {
+    if (plan.decode && plan.positions[piece.first_row] < piece.start + piece.num_chunks * P) write_row<T>(plan, piece.first_row, head);
     const int G = plan.G, D = plan.D, rows = piece.num_rows * G, steps = query_steps<Math>(plan);
     const int buffer = plan.turns ? panel_buffer<Math>(D) : 0, own = plan.turns && Math::PAIR == 2 ? P * D : 0;
     const bool turns_rows = plan.turns && rows <= TURNED_ROWS;
@@ -66,10 +66,10 @@ void score_item(const Plan& plan, int layer, const Piece& piece, int head, const
         if (scores) std::memcpy(plan.sparse_scores + at, scores, P * sizeof(float));
         else std::fill_n(plan.sparse_scores + at, P, -INFINITY);
     };
-    Page after = page_of(plan, layer, head, piece, 0);
+    Page after = page_of(plan, head, piece, 0);
     for (int c = 0; c < piece.num_chunks; c++) {
         const Page page = after;
-        if (c + 1 < piece.num_chunks) after = page_of(plan, layer, head, piece, c + 1);
+        if (c + 1 < piece.num_chunks) after = page_of(plan, head, piece, c + 1);
         if (!page.mask) {
             for (int m = 0; m < rows; m++) leave(m, c, 0, nullptr);
             continue;
@@ -84,6 +84,7 @@ void score_item(const Plan& plan, int layer, const Piece& piece, int head, const
             load_keys<Math>(page, D, item.keys, P, ahead);
         }
         product<Math>(item.query, steps, item.keys, P, item.scores, P, steps, rows, P, nullptr, ahead);
+        cap_scores(plan, rows * P, item.scores);
         hide_unseen(plan, piece, page, 0, rows, item.scores, P);
         store_scores(plan, piece, head, c, 0, rows, item.scores, P);
         for (int m = 0; m < rows; m++) leave(m, c, seen_by(plan, page, plan.positions[piece.first_row + m / G]), item.scores + m * P);
@@ -139,7 +140,7 @@ void choose(const int32_t* order, int64_t columns, int64_t wanted, uint64_t* slo
 }
 
 // Selects the slots of one row and query head, and replaces its scores by weights.
-void choose_slots(const Plan& plan, int index, int query_head) {
+void choose_slots(const LayerPlan& plan, int index, int query_head) {
     const SparseRow& row = plan.sparse_rows[index];
     const int position = plan.positions[index], slot = position % P;
     const int64_t at = place_of(plan, row, query_head, 0), last = (position - row.start) / P, columns = last + 1;
@@ -222,16 +223,16 @@ void add_values(const Values& values, int D, uint64_t slots, const float* weight
         for (uint64_t left = slots; left; left &= left - 1) sums[d] += values.one(__builtin_ctzll(left), d) * weights[__builtin_ctzll(left)];
 }
 
-inline void count_values(const Plan& plan, int head, int32_t chunk, int64_t slots) {
+inline void count_values(const LayerPlan& plan, int head, int32_t chunk, int64_t slots) {
     if (!plan.value_reads || chunk < 0) return;
-    int32_t* at = plan.value_reads + (static_cast<int64_t>(chunk) * plan.H + head) * 2;
+    int32_t* at = plan.value_reads + (static_cast<int64_t>(chunk) * plan.most_heads + head) * 2;
     __atomic_fetch_add(at, 1, __ATOMIC_RELAXED);
     __atomic_fetch_add(at + 1, static_cast<int32_t>(slots), __ATOMIC_RELAXED);
 }
 
 // Adds up the selected values of a piece's rows. Writes the output, or a partial output if the row has several pieces.
 template <class Math, class T>
-void value_item(const Plan& plan, int layer, const Piece& piece, int head, T* out) {
+void value_item(const LayerPlan& plan, const Piece& piece, int head, T* out) {
     const int G = plan.G, D = plan.D, rows = piece.num_rows * G, columns = (D + VL - 1) / VL * VL;
     const int buffer = plan.turns ? panel_buffer<Math>(D) : 0, panel = plan.turns ? P / Math::PAIR * columns : 0;
     ScratchArena arena{static_cast<uint8_t*>(thread_scratch((static_cast<size_t>(rows) * (columns + 1) + buffer + panel + 3 * P) * 4 + 64 * 7))};
@@ -251,7 +252,7 @@ void value_item(const Plan& plan, int layer, const Piece& piece, int head, T* ou
         for (int m = 0; m < rows; m++) taken += __builtin_popcountll(plan.sparse_slots[place(m, c) / P]);
         if (!taken) continue;
         const int32_t chunk = plan.indices[piece.first_index + c];
-        const Page page = page_of(plan, layer, head, piece, c);
+        const Page page = page_of(plan, head, piece, c);
         count_values(plan, head, chunk, taken);
         const auto add = [&](const auto& from, bool is_scaled) {
             for (int m = 0; m < rows; m++) {
@@ -291,7 +292,7 @@ void value_item(const Plan& plan, int layer, const Piece& piece, int head, T* ou
 }
 
 template <class T>
-void add_parts_of(const Plan& plan, const Merge& merge, int query_head, T* out) {
+void add_parts_of(const LayerPlan& plan, const Merge& merge, int query_head, T* out) {
     const int D = plan.D;
     const int64_t heads = heads_of(plan);
     auto* sums = static_cast<float*>(thread_scratch(D * 4));
@@ -305,22 +306,22 @@ void add_parts_of(const Plan& plan, const Merge& merge, int query_head, T* out) 
 
 }  // namespace
 
-void attend_sparsely(const Plan& plan, int layer, const void* q, int64_t q_stride, void* out) {
+void attend_sparsely(const LayerPlan& plan, const void* q, int64_t q_stride, void* out) {
     const int H = plan.H, heads = H * plan.G;
     const int64_t items = static_cast<int64_t>(plan.num_pieces) * H;
-    by_kind(plan, [&](auto math, auto number) {
+    by_kind(plan.kind, [&](auto math, auto number) {
         using Math = decltype(math);
         using T = decltype(number);
         parallel_for(items, 1, [&](int64_t i) {
             const Piece& piece = plan.pieces[i / H];
             if (piece.first_row < plan.num_sparse_rows)
-                score_item<Math>(plan, layer, piece, static_cast<int>(i % H), static_cast<const T*>(q), q_stride);
+                score_item<Math>(plan, piece, static_cast<int>(i % H), static_cast<const T*>(q), q_stride);
         });
         parallel_for(static_cast<int64_t>(plan.num_sparse_rows) * heads, 1,
                      [&](int64_t i) { choose_slots(plan, static_cast<int>(i / heads), static_cast<int>(i % heads)); });
         parallel_for(items, 1, [&](int64_t i) {
             const Piece& piece = plan.pieces[i / H];
-            if (piece.first_row < plan.num_sparse_rows) value_item<Math>(plan, layer, piece, static_cast<int>(i % H), static_cast<T*>(out));
+            if (piece.first_row < plan.num_sparse_rows) value_item<Math>(plan, piece, static_cast<int>(i % H), static_cast<T*>(out));
         });
         if (plan.num_merges)
             parallel_for(static_cast<int64_t>(plan.num_merges) * heads, heads, [&](int64_t i) {

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Sequence
 
 import torch
-from torch.nn.functional import embedding, layer_norm
+from torch.nn.functional import embedding
 
 from quire.kernels import runtime
 from quire.kernels.memory import HugePageAllocator, WeightMemory
@@ -17,6 +17,7 @@ from quire.models.cpu_stack import PanelStack
 from quire.models.ffn.gated import GateActivation
 from quire.models.layers import ConcatLinear, Embedding, GatedLinear, Layer, Linear, TorchHead, TorchLinear
 from quire.models.quants import Blocks, Weight, kind_of, read
+from quire.models.shape import ModelShape
 
 _ROW_STEPS = ((4, 1), (8, 2), (32, 4), (64, 8), (128, 16), (256, 32))
 """(maximum rows, step): row counts up to the maximum are rounded up to a multiple of the step; above 256 the step is
@@ -70,6 +71,7 @@ class CpuOps:
         kernels = runtime.kernels()
         self._add_norm = kernels.quire_add_norm
         self._gated = kernels.quire_gated
+        self._layer_norm = kernels.quire_layer_norm
         self._memory = HugePageAllocator() if memory is None else memory
 
     def linear(self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
@@ -105,9 +107,9 @@ class CpuOps:
             return self.panels(parts, bias, dtype, gated=activation)
         return GatedLinear(self, self.linear(parts, bias, dtype), activation)
 
-    def stack(self, layers: Sequence[Layer], eps: float) -> PanelStack | None:
+    def stack(self, layers: Sequence[Layer], shape: ModelShape) -> PanelStack | None:
         """One call if all products are in panels and return bfloat16."""
-        return PanelStack(layers, eps) if PanelStack.takes(layers) else None
+        return PanelStack(layers, shape) if PanelStack.takes(layers) else None
 
     def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
         """Panels, or oneDNN's layout for float32."""
@@ -151,8 +153,14 @@ class CpuOps:
         return out
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-        """Torch's own."""
-        return layer_norm(x, weight.shape, weight, bias, eps)
+        """Mean, variance and result in three passes over a row in the cache."""
+        out = torch.empty(x.shape, dtype=x.dtype)
+        offset = None if bias is None else bias.data_ptr()
+        source, (rows, width) = x.contiguous(), x.shape
+        self._layer_norm(
+            runtime.DTYPE_IDS[x.dtype], source.data_ptr(), weight.data_ptr(), offset, eps, rows, width, out.data_ptr()
+        )
+        return out
 
     def gated(self, gate_up: torch.Tensor, activation: GateActivation) -> torch.Tensor:
         """act(gate) * up in one pass."""

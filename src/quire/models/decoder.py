@@ -57,7 +57,7 @@ class Decoder(Model):
         self._layers = self._load_layers(weights, ops)
         self._first_norm = self._layers[0].norms.get("attn_norm") if shape.is_fused else None
         self.key_bias = weights.key_bias(shape)
-        self._stack = ops.stack(self._layers, shape.norm.eps)
+        self._stack = ops.stack(self._layers, shape)
         self._head = head or weights.head("head")
 
     def _load_layers(self, weights: WeightSource, ops: Ops) -> list[Layer]:
@@ -84,8 +84,7 @@ class Decoder(Model):
         """See `plan.Model.hidden`."""
         address = getattr(plan, "address", None)
         if self._stack is not None and address is not None:
-            x, residual = self.begin(tokens, positions)
-            return self._stack(x, residual, address)
+            return self.finish(self._stack(self.begin(tokens, positions), address))
         return super().hidden(tokens, positions, plan)
 
     def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:

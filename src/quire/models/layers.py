@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from quire.models.ffn.plain import Plain
     from quire.models.mixers.attention import Attention
     from quire.models.norms import Norm
-    from quire.models.shape import LayerShape
+    from quire.models.shape import LayerShape, ModelShape
     from quire.models.triton_ops import TritonOps
 
 HEAD_BLOCK = 4096
@@ -50,9 +50,12 @@ class Layer(NamedTuple):
     next_norm: Norm | None
 
 
-Stack = Callable[["Tensor", "Tensor", int], "Tensor"]
-"""All layers of a decoder in one call: x, the first norm's output, and residual, both [R, E], and the plan's address ->
-the last norm's output; see StepPlan.address."""
+State = tuple["Tensor", ...]
+"""What lies between layers; see Decoder."""
+
+Stack = Callable[[State, int], State]
+"""All layers of a decoder in one call: the state before the first one, and the plan's address -> the state after the
+last one; see StepPlan.address."""
 
 
 class GatedLinear:
@@ -190,8 +193,8 @@ class TorchOps:
         weight = read(weight)
         return self.embedding(weight, dtype), self.head(weight, dtype)
 
-    def stack(self, layers: Sequence[Layer], eps: float) -> Stack | None:
-        """The layers as one call; None if the backend can only run them one by one."""
+    def stack(self, layers: Sequence[Layer], shape: ModelShape) -> Stack | None:
+        """The layers of a model as one call; None if the backend can only run them one by one."""
         return None
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

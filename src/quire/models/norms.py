@@ -43,15 +43,15 @@ class NormShape:
 
 
 class Norm:
-    """One norm, [R, E] -> [R, E]. weight: [E]."""
+    """One norm, [R, E] -> [R, E]. weight, bias: [E]; bias may be None."""
 
-    __slots__ = ("_bias", "_ops", "_shape", "weight")
+    __slots__ = ("_ops", "_shape", "bias", "weight")
 
     def __init__(self, shape: NormShape, name: str, weights: WeightSource, ops: Ops) -> None:
         self._shape = shape
         self._ops = ops
         self.weight = weights.tensor(f"{name}.weight")
-        self._bias = weights.tensor(f"{name}.bias") if shape.has_bias else None
+        self.bias = weights.tensor(f"{name}.bias") if shape.has_bias else None
 
     @property
     def is_rms(self) -> bool:
@@ -62,7 +62,7 @@ class Norm:
         """The norm of x."""
         if self.is_rms:
             return self._ops.norm(x, self.weight, self._shape.eps)
-        return self._ops.layer_norm(x, self.weight, self._bias, self._shape.eps)
+        return self._ops.layer_norm(x, self.weight, self.bias, self._shape.eps)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> Tensor:
         """Adds x to the residual stream in place, and returns the norm of the sum."""

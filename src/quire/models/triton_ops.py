@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from quire.models.ffn.gated import GateActivation
-    from quire.models.layers import Embedding, Layer, Linear
+    from quire.models.layers import Embedding, Linear
     from quire.models.quants import Weight
 
 VECTOR_ROWS, VECTOR_COLUMNS, VECTOR_STAGES = 8, 512, 4
@@ -82,8 +82,10 @@ def _gated(
     row = tl.program_id(1).to(tl.int64)
     gate = tl.load(gate_up + row * (2 * F) + f, mask=f < F, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * F) + F + f, mask=f < F, other=0.0).to(tl.float32)
-    # gelu with tanh is silu at another place: (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)).
-    slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if TANH else gate
+    slope = gate
+    if TANH:
+        # It is silu at another place: (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)). Below -80 the result is 0 in any case.
+        slope = tl.maximum(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate), -80.0)
     tl.store(out + row * F + f, (gate / (1.0 + tl.exp(-slope)) * up).to(out.dtype.element_ty), mask=f < F)
 
 
@@ -226,7 +228,7 @@ class TritonOps:
         """Torch's own."""
         return functional.layer_norm(x, weight.shape, weight, bias, eps)
 
-    def stack(self, layers: Sequence[Layer], eps: float) -> None:
+    def stack(self, layers: object, shape: object) -> None:
         """None: layers run one by one, and a CUDA graph captures the step."""
 
     def head(self, weight: Weight, dtype: torch.dtype) -> Linear:

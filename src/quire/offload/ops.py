@@ -72,7 +72,7 @@ class RelocatableOps(CpuOps):
         self._moves[found.name] = found.move
         return found
 
-    def stack(self, layers: object, eps: float) -> None:
+    def stack(self, layers: object, shape: object) -> None:
         """Layers run one by one, because each waits for its weights."""
 
     def move(self, name: str, memory: torch.Tensor) -> None:

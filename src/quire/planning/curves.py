@@ -47,7 +47,7 @@ FITTED_TEXT = "calibration_text"
 
 
 @dataclass(frozen=True)
-class Scoring:
+class Reading:
     """How windows are read.
 
     text          SHA-256 of the text
@@ -83,7 +83,7 @@ class LossCurve:
     date: str = ""
 
     @classmethod
-    def of(cls, model: str, settings: About, scoring: Scoring, text_name: str = "") -> LossCurve:
+    def of(cls, model: str, settings: About, scoring: Reading, text_name: str = "") -> LossCurve:
         """A curve without windows."""
         return cls(model, dict(settings), scoring.text, text_name, scoring.context, scoring.continuation, ())
 
@@ -93,9 +93,9 @@ class LossCurve:
                 raise ConfigError(f"losses[{index}] is {loss!r}; it must be a number of at least 0")
 
     @property
-    def scoring(self) -> Scoring:
+    def scoring(self) -> Reading:
         """How it was read."""
-        return Scoring(self.text, self.context, self.continuation)
+        return Reading(self.text, self.context, self.continuation)
 
     @property
     def name(self) -> str:
@@ -207,11 +207,11 @@ class Curves:
             if curve.model == model:
                 self._curves[curve.name] = curve
 
-    def find(self, settings: About, scoring: Scoring) -> LossCurve | None:
+    def find(self, settings: About, scoring: Reading) -> LossCurve | None:
         """The curve of these settings, read in this way."""
         return self._curves.get(LossCurve.of(self.model, settings, scoring).name)
 
-    def scorings(self, settings: About) -> list[Scoring]:
+    def scorings(self, settings: About) -> list[Reading]:
         """The ways in which these settings were read, most windows first."""
         found = [each for each in self._curves.values() if each.settings == settings]
         return [each.scoring for each in sorted(found, key=lambda each: (-len(each.losses), each.name))]
@@ -249,7 +249,7 @@ class Losses:
     space: Space
     curves: Curves
     key_of: Callable[[Settings], About]
-    scoring: Scoring | None = None
+    scoring: Reading | None = None
 
     def measured(self, settings: Settings) -> Loss | None:
         """The loss of exactly these settings: of the plan's own text before that of any other one, and of a text that
@@ -276,7 +276,7 @@ class Losses:
         known = {name: loss for name, loss in parts.items() if loss is not None}
         return summed(known) if len(known) == len(parts) > 1 else None
 
-    def scoring_of(self, settings: Settings) -> Scoring | None:
+    def scoring_of(self, settings: Settings) -> Reading | None:
         """How windows are read for the plan with these settings."""
         if self.scoring is None or self.space.decodes(settings):
             return self.scoring

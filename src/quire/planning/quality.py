@@ -30,7 +30,7 @@ from quire.models.resolve import resolve_model
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import load_tokenizer
 from quire.models.weights import open_model
-from quire.planning.curves import BEYOND, FITTED_TEXT, Curves, Loss, LossCurve, Losses, Scoring, parts_of
+from quire.planning.curves import BEYOND, FITTED_TEXT, Curves, Loss, LossCurve, Losses, Reading, parts_of
 from quire.planning.space import Settings, Space
 from quire.safe_io import read_given_text
 from quire.timing.latency import About
@@ -115,7 +115,7 @@ class Quality:
             )
         # An answer needs a prompt that retention can drop something of.
         continuation = min(CONTINUATION, context // 4)
-        scoring = None if text is None else Scoring(text.digest, context, continuation)
+        scoring = None if text is None else Reading(text.digest, context, continuation)
         self.key_of = functools.cache(self._key_of)
         self.losses = Losses(space, Curves(folder or curve_folder(), self.model_id), self.key_of, scoring)
         self._windows: list[list[int]] | None = None
@@ -184,7 +184,7 @@ class Quality:
                 return "the time was over before its quality was measured"
         return ""
 
-    def _read(self, settings: Settings, scoring: Scoring, count: int, deadline: float, progress: Progress) -> bool:
+    def _read(self, settings: Settings, scoring: Reading, count: int, deadline: float, progress: Progress) -> bool:
         """Reads the windows that a curve lacks. Returns whether there was time for all."""
         windows = self._cut(scoring.context)[:count]
         key = self.key_of(settings)
@@ -247,7 +247,7 @@ def keep_results(name: str, text: Text, results: Sequence[Perplexity], configs: 
     for each in results:
         config = configs[each.codec]
         key = quality_key(config, shape, find_calibration(path, config))
-        scoring = Scoring(text.digest, each.context, each.continuation)
+        scoring = Reading(text.digest, each.context, each.continuation)
         known = curves.find(key, scoring)
         if known is None or len(known.losses) < len(each.window_nll):
             curves.keep(_longer(LossCurve.of(curves.model, key, scoring, text.name), each.window_nll))

@@ -115,7 +115,11 @@ def test_the_disk_has_what_the_host_has_no_room_for(tmp_path: Path, monkeypatch:
 def tensors_of(model: Any, layer: int) -> list[torch.Tensor]:
     """The tensors of a layer's products."""
     of = model._layers[layer]
-    return [tensor for product in (of.qkv, of.o, of.gate_up.linear, of.down) for tensor in product.tensors]
+    return [
+        tensor
+        for product in (of.mixer.qkv, of.mixer.o, of.ffn.gate_up.linear, of.ffn.down)
+        for tensor in product.tensors
+    ]
 
 
 def layer_bytes(checkpoint: Checkpoint) -> int:

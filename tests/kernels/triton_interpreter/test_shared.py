@@ -55,7 +55,8 @@ def test_a_long_tail_is_split_and_merges_what_is_shared() -> None:
     sharing.fill(spec, slices, 0)
     backend = TritonAttention(spec)
     plan = backend.plan(slices)
-    seeded = plan.short[plan.short[:, 7] > 0]
+    short = plan.kinds[0].short
+    seeded = short[short[:, 7] > 0]
     assert plan.shares and (seeded[:, 9] > 1).any(), "a row has both"
     outputs = [sharing.run(TritonAttention(spec), spec, [rows], 0)[0] for rows in (slices, apart(slices))]
     assert sharing.relative_rms(*outputs) < 2e-6

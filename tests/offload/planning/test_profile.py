@@ -18,7 +18,7 @@ from quire.offload.planning import subject as subjects
 from quire.offload.planning.costs import Sizes
 from quire.offload.planning.planner import plan_all
 from quire.offload.planning.profile import (
-    Attention,
+    AttentionTimes,
     Conditions,
     Corrections,
     DiskSpeeds,
@@ -56,7 +56,7 @@ def profile_with(**changes: Any) -> Profile:
         copy=Rate(1e9),
         products=SecondsCurve((1, 8, 64), (0.002, 0.004, 0.020)),
         head=SecondsCurve((1, 64), (0.001, 0.004)),
-        attention=Attention((1, 8), (32, 480), ((1e-5, 1e-4), (8e-5, 8e-4))),
+        attention=AttentionTimes((1, 8), (32, 480), ((1e-5, 1e-4), (8e-5, 8e-4))),
         prompt=SecondsCurve((32, 480), (1e-4, 1e-2)),
         corrections=Corrections(),
         runs=(ProfiledRun(Share(0.5), 4, 64, 8, BUDGET, 1.0, 0.1, 1.1),),
@@ -173,7 +173,7 @@ def test_a_curve_is_linear_between_its_counts_and_proportional_beyond() -> None:
 
 
 def test_attention_is_linear_in_rows_and_context() -> None:
-    table = Attention((2, 4), (32, 64), ((1.0, 2.0), (3.0, 6.0)))
+    table = AttentionTimes((2, 4), (32, 64), ((1.0, 2.0), (3.0, 6.0)))
     assert table.at(2, 32) == 1 and table.at(4, 64) == 6
     assert table.at(3, 48) == pytest.approx(3.0)
     assert table.at(8, 128) == pytest.approx(24.0)

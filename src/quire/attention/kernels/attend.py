@@ -30,6 +30,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def load_rotated(
@@ -83,14 +85,14 @@ def piece_of(pieces, indices, entries):
     return first_row, num_rows, chunk_ids, num_chunks, start, slot, seeds, num_seeds, parts, num_parts, own_ids, num_own
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["first_lane"])
 def attend(
     q,              # [R, H * G, D], rows q_stride apart
     new_k, new_v,   # [R, H, D], rows k_stride and v_stride apart; APPEND only, else None
     out,            # [R, H * G, D], dense
     arena,          # the arena as page elements; a page starts at id * UNIT, so every row of it is 16-byte aligned
-    table,          # i32 [C, L, H] page ids
-    masks,          # i64 [C, L, H], visible slots of each page, 0 where there is no page; or None: all are visible
+    table,          # i32 [C, LANES] page ids
+    masks,          # i64 [C, LANES], visible slots of each page, 0 where there is no page; or None: all are visible
     cos, sin,       # f32 [positions, D / 2]; ROTATE only
     positions,      # i32 [R]
     indices,        # i32, chunk ids
@@ -103,13 +105,14 @@ def attend(
     arrivals,       # i32 [slots, H], zero between launches
     lse,            # f32 [R, H, G], base 2, over all tokens that a row sees; or None: not needed
     reads,          # i32 [C, H], or None: every page read adds 1
-    layer, q_stride, k_stride, v_stride,
-    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    first_lane, q_stride, k_stride, v_stride,
+    LANES: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     DP: tl.constexpr,      # D rounded up to a power of two
     ROWS: tl.constexpr,    # tile of query rows x G, a power of two, >= 16 for the tensor cores
     UNIT: tl.constexpr,    # page elements in 128 bytes
-    SCALE: tl.constexpr,   # log2(e) / sqrt(D)
+    SCALE: tl.constexpr,   # log2(e) times the factor of q . k
     WINDOW: tl.constexpr,  # number of positions that a row sees; 0: all
+    SOFT_CAP: tl.constexpr,  # log2(e) times the bound of scores; 0: none
     ROTATE: tl.constexpr, APPEND: tl.constexpr,
     SEEDED: tl.constexpr,  # pieces may have partials from the launch before
     OVERLAPS: tl.constexpr,  # the second launch of a decode step begins during the first one
@@ -127,20 +130,20 @@ def attend(
     query, valid, position, _ = load_queries(
         q, positions, first_row, num_rows, q_stride, cos, sin, head, G, D, DP, ROWS, SCALE, ROTATE
     )
-    entry = table + layer.to(tl.int64) * H + head
+    entry = table + first_lane + head
     mask_entry = None
     if masks is not None:
-        mask_entry = masks + layer.to(tl.int64) * H + head
+        mask_entry = masks + first_lane + head
     if APPEND:
         # A piece has one row. Stored tokens precede its position. The program that reads the open chunk adds the new
         # token from registers.
         end = tl.load(positions + first_row)
         last_chunk = tl.load(chunk_ids + tl.maximum(num_chunks - 1, 0)).to(tl.int64)
-        open_page = tl.load(entry + last_chunk * (L * H)).to(tl.int64)
+        open_page = tl.load(entry + last_chunk * LANES).to(tl.int64)
         top, total, acc = append_token(
             query, new_k, new_v, arena + open_page * UNIT + (end % P) * D,
             tl.arange(0, 1) + start + num_chunks * P > end, valid & (start + num_chunks * P > position), end,
-            first_row, k_stride, v_stride, cos, sin, head, D, DP, P, ROWS, ROTATE, True,
+            first_row, k_stride, v_stride, cos, sin, head, D, DP, P, ROWS, ROTATE, SOFT_CAP, True,
         )  # fmt: skip
     else:
         end = tl.load(positions + first_row + num_rows - 1) + 1
@@ -149,7 +152,7 @@ def attend(
         acc = tl.zeros((ROWS, DP), tl.float32)
     top, total, acc = attend_pages(
         top, total, acc, query, position, end, arena, entry, mask_entry, reads, chunk_ids, num_chunks, start, head,
-        L, H, D, P, DP, UNIT, WINDOW, APPEND,
+        LANES, H, D, P, DP, UNIT, WINDOW, SOFT_CAP, APPEND,
     )  # fmt: skip
     if SEEDED:
         if OVERLAPS and APPEND:
@@ -191,6 +194,7 @@ def append_token(
     end,                        # the row's position
     row, k_stride, v_stride, cos, sin, head,
     D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, ROTATE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     KEEPS_ROTATED: tl.constexpr,  # whether pages hold rotated keys
 ):  # fmt: skip
     """Stores a row's new key and value. Returns maximum, sum and weighted sum over this token; -inf and zeros if this
@@ -210,7 +214,7 @@ def append_token(
     tl.store(place + P * D + d[None, :], v, mask=stored)
     if ROTATE and not KEEPS_ROTATED:
         k = load_rotated(new_k, here * k_stride + head * D, holds, cos, sin, newest, D, DP, True).to(TYPE)
-    score = tl.sum(query.to(tl.float32) * k.to(tl.float32), 1)
+    score = capped(tl.sum(query.to(tl.float32) * k.to(tl.float32), 1), SOFT_CAP)
     top = tl.where(opens, score, float("-inf"))
     return top, tl.where(opens, 1.0, 0.0), tl.zeros((ROWS, DP), tl.float32) + v.to(tl.float32)
 
@@ -220,10 +224,10 @@ def attend_pages(
     top, total, acc, query, position,
     end,  # the first position that is not stored yet
     arena,
-    entry, mask_entry,  # of chunk 0 in this layer and head, in the table and in masks; None: no masks
+    entry, mask_entry,  # of chunk 0 in this lane, in the table and in masks; None: no masks
     reads, chunk_ids, num_chunks, start, head,  # as in `attend`, and a piece's chunks
-    L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, UNIT: tl.constexpr,
-    WINDOW: tl.constexpr, APPEND: tl.constexpr,
+    LANES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, UNIT: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, APPEND: tl.constexpr,
 ):  # fmt: skip
     """Extends the sums by the pages of a piece's chunks."""
     d = tl.arange(0, DP)
@@ -231,19 +235,19 @@ def attend_pages(
     in_row = d < D
     last_chunk = tl.maximum(num_chunks - 1, 0)
     # Page ids are loaded one chunk ahead and chunk ids two, so that no load of keys waits for these two lookups.
-    page = tl.load(entry + tl.load(chunk_ids).to(tl.int64) * (L * H))
+    page = tl.load(entry + tl.load(chunk_ids).to(tl.int64) * LANES)
     if mask_entry is not None:
-        mask = tl.load(mask_entry + tl.load(chunk_ids).to(tl.int64) * (L * H))
+        mask = tl.load(mask_entry + tl.load(chunk_ids).to(tl.int64) * LANES)
     ahead = tl.load(chunk_ids + tl.minimum(1, last_chunk))
     for i in range(num_chunks):
         if reads is not None:
             is_read = mask != 0 if mask_entry is not None else True
             tl.atomic_add(reads + tl.load(chunk_ids + i).to(tl.int64) * H + head, 1, mask=is_read)
         base = arena + page.to(tl.int64) * UNIT + slots[:, None] * D + d[None, :]
-        page = tl.load(entry + ahead.to(tl.int64) * (L * H))
+        page = tl.load(entry + ahead.to(tl.int64) * LANES)
         if mask_entry is not None:
             seen = is_seen(mask, slots)
-            mask = tl.load(mask_entry + ahead.to(tl.int64) * (L * H))
+            mask = tl.load(mask_entry + ahead.to(tl.int64) * LANES)
         ahead = tl.load(chunk_ids + tl.minimum(i + 2, last_chunk))
         at = start + i * P + slots
         # Slots from `end` on are unwritten: loading them is wasted, and multiplying them by zero may give NaN.
@@ -252,7 +256,7 @@ def attend_pages(
             written &= seen
         written = written[:, None] & in_row[None, :]
         keys = tl.load(base, mask=written, other=0.0)
-        score = tl.dot(query, keys.T, input_precision="ieee")
+        score = capped(tl.dot(query, keys.T, input_precision="ieee"), SOFT_CAP)
         visible = at[None, :] < position[:, None] if APPEND else at[None, :] <= position[:, None]
         if WINDOW:
             visible &= at[None, :] > position[:, None] - WINDOW
@@ -263,6 +267,19 @@ def attend_pages(
         values = tl.load(base + P * D, mask=written, other=0.0)
         acc = tl.dot(weight.to(values.dtype), values, acc * factor[:, None], input_precision="ieee")
     return top, total, acc
+
+
+@triton.jit
+def capped(score, CAP: tl.constexpr):
+    """CAP * tanh(score / CAP), or the score if CAP is 0. Holds in any base in which both are given."""
+    if CAP > 0:
+        x = score * (1.0 / CAP)
+        square = x * x
+        # Near 0 the difference from 1 has few digits, and the series has all of them.
+        series = x + x * square * (square * (2.0 / 15.0) - 1.0 / 3.0)
+        far = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
+        score = CAP * tl.where(square < 0.01, series, far)
+    return score
 
 
 @triton.jit

@@ -51,8 +51,8 @@ def codes_of(x, edges, num_edges, s, z):
 
 @triton.jit
 def source_of(
-    arena, table, sidecars, seals, staged, layer, head,
-    L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
+    arena, table, sidecars, seals, staged, lane, head,
+    LANES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
     DP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """The offset of a seal's dense page, in elements; the id of the page to write; and the number of exact tokens,
@@ -60,9 +60,9 @@ def source_of(
     """
     seal = seals + tl.program_id(1) * 2
     source, sealed = tl.load(seal).to(tl.int64), tl.load(seal + 1).to(tl.int64)
-    entry = table + layer.to(tl.int64) * H + head
-    dense = dense_page(entry, source, head, staged, source == source, L * H, H, PAGE) * UNIT
-    page = tl.load(entry + sealed * (L * H)).to(tl.int64)
+    entry = table + lane
+    dense = dense_page(entry, source, head, staged, source == source, LANES, H, PAGE) * UNIT
+    page = tl.load(entry + sealed * LANES).to(tl.int64)
     num_exact = 0
     if SINKS:
         side = tl.load(sidecars + sealed).to(tl.int64)
@@ -71,45 +71,44 @@ def source_of(
         sink, d = tl.arange(0, SP), tl.arange(0, DP)
         mask = (sink < num_exact)[:, None] & (d < D)[None, :]
         rows = sink[:, None] * D + d[None, :]
-        to = arena + side * UNIT + (layer.to(tl.int64) * H + head) * (2 * SINKS * D) + rows
+        to = arena + side * UNIT + lane * (2 * SINKS * D) + rows
         tl.store(to, tl.load(arena + dense + rows, mask=mask), mask=mask)
         tl.store(to + SINKS * D, tl.load(arena + dense + P * D + rows, mask=mask), mask=mask)
     return dense, page, num_exact
 
 
-@triton.jit(do_not_specialize=["first_layer", "staged"])
+@triton.jit(do_not_specialize=["first_lane", "staged"])
 def encode_nuq(
     arena, words, halves, octets,   # as in `attend_encoded`
-    table, sidecars,                # i32 [C, L, H], [C]
+    table, sidecars,                # i32 [C, LANES], [C]
     seals,                          # i32 [n, 2]: full chunk, chunk it is encoded into
     staged,                         # page id of the first staged page
     heads, pairs,                   # as in `attend_encoded`
-    key_edges, key_codebooks,       # f32 [L, H, D, 32]; edges past a width are +inf
-    key_weight,                     # f32 [L, H, D]
-    value_edges, value_codebooks,   # f32 [L, H, 32]; edges past the width are 0
-    first_layer,
-    L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
+    key_edges, key_codebooks,       # f32 [LANES, D, 32]; edges past a width are +inf
+    key_weight,                     # f32 [LANES, D]
+    value_edges, value_codebooks,   # f32 [LANES, 32]; edges past the width are 0
+    first_lane,
+    LANES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
     DP: tl.constexpr, HP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid [H, seals, layers]."""
+    """Grid [H, seals, layers], of layers with equal heads whose lanes follow each other."""
     head = tl.program_id(0)
-    layer = first_layer + tl.program_id(2)
+    lane = first_lane.to(tl.int64) + tl.program_id(2) * H + head
     dense, page, num_exact = source_of(
-        arena, table, sidecars, seals, staged, layer, head, L, H, D, P, UNIT, PAGE, DP, SINKS
+        arena, table, sidecars, seals, staged, lane, head, LANES, H, D, P, UNIT, PAGE, DP, SINKS
     )
     encoded = tl.arange(0, P) >= num_exact
-    layer_head = layer.to(tl.int64) * H + head
-    of_head = heads + layer_head * HEAD_INTS
+    of_head = heads + lane * HEAD_INTS
     channel_0, missing_0, channel_1, missing_1 = encode_keys(
-        arena, dense, words, page, encoded, pairs + layer_head * (4 * HP), key_edges, key_codebooks, key_weight,
-        layer_head, D, P, HP,
+        arena, dense, words, page, encoded, pairs + lane * (4 * HP), key_edges, key_codebooks, key_weight,
+        lane, D, P, HP,
     )  # fmt: skip
     at_slots, num_slots = tl.load(of_head + AT_KEY_SLOTS), tl.load(of_head + KEY_SLOTS)
     store_slots(octets, halves, page, at_slots, num_slots, channel_0, missing_0, channel_1, missing_1, P)
 
     of_values = dense + P * D + tl.arange(0, P) * D
     count, bits = tl.load(of_head + VALUE_SLOTS), tl.load(of_head + VALUE_BITS)
-    edges, codebook = value_edges + layer_head * 32, value_codebooks + layer_head * 32
+    edges, codebook = value_edges + lane * 32, value_codebooks + lane * 32
     channel_0, channel_1 = value_outliers(arena, of_values, encoded, count, D, P)
     half_s, half_z = value_range(
         arena, of_values, encoded, channel_0, channel_1, count, edges, (1 << bits) - 1, codebook, D, P
@@ -136,14 +135,14 @@ def encode_keys(
     words, page,   # and the id of the page to write
     encoded,       # i1 [P], slots whose tokens are not exact beside the page
     of_pair,       # i32 [4, HP]
-    key_edges, key_codebooks, key_weight, layer_head,
+    key_edges, key_codebooks, key_weight, lane,
     D: tl.constexpr, P: tl.constexpr, HP: tl.constexpr,
 ):  # fmt: skip
     """Stores the codes of a page's keys. Returns the two costliest channels of each slot with their residuals."""
     HALF: tl.constexpr = D // 2
     slot = tl.arange(0, P)
     quarter = tl.arange(0, 4)
-    lane = tl.arange(0, P // 4)
+    word = tl.arange(0, P // 4)
     # The two costliest channels so far: cost, channel, residual.
     cost_0 = tl.full((P,), -1.0, tl.float32)
     cost_1 = cost_0
@@ -163,10 +162,10 @@ def encode_keys(
             for side in tl.static_range(2):
                 channel = pair + side * HALF
                 x = channel_of(arena, dense + slot * D, encoded, channel)
-                at = (layer_head * D + channel) * 32
+                at = (lane * D + channel) * 32
                 code = codes_of(x, key_edges + at, 31, 1.0, 0.0)
                 missing = x - tl.load(key_codebooks + at + code)
-                cost = missing * missing * tl.load(key_weight + layer_head * D + channel)
+                cost = missing * missing * tl.load(key_weight + lane * D + channel)
                 wins = (cost > cost_0) | ((cost == cost_0) & (channel < channel_0))
                 second = ~wins & ((cost > cost_1) | ((cost == cost_1) & (channel < channel_1)))
                 cost_1 = tl.where(wins, cost_0, tl.where(second, cost, cost_1))
@@ -181,12 +180,12 @@ def encode_keys(
                 fours |= tl.sum((upper & 15) << (quarter * 4)[:, None], 0) << 16 * side
                 twos |= tl.sum((upper & 3) << (quarter * 2)[:, None], 0) << 16 * side + 8 * (i % 2)
                 ones |= tl.sum(lowest << quarter[:, None], 0) << 16 * side + 4 * i
-            tl.store(words + page * 32 + at4 + lane, fours, mask=at4 >= 0)
+            tl.store(words + page * 32 + at4 + word, fours, mask=at4 >= 0)
             if i % 2:
-                tl.store(words + page * 32 + at2 + lane, twos, mask=at2 >= 0)
+                tl.store(words + page * 32 + at2 + word, twos, mask=at2 >= 0)
                 twos = tl.zeros((P // 4,), tl.int32)
             if i == 3:
-                tl.store(words + page * 32 + at1 + lane, ones, mask=at1 >= 0)
+                tl.store(words + page * 32 + at1 + word, ones, mask=at1 >= 0)
     return channel_0, missing_0, channel_1, missing_1
 
 
@@ -328,25 +327,25 @@ def store_slots(
     tl.store(halves + at // 2 + P // 2 + slot, half_of(missing_1), mask=(slot < P) & (count > 1))
 
 
-@triton.jit(do_not_specialize=["first_layer", "staged"])
+@triton.jit(do_not_specialize=["first_lane", "staged"])
 def encode_groups(
     arena, halves, octets, table, seals, staged,
-    key_bias,                       # f32 [L, H, D], subtracted from keys before they are stored; or None
-    first_layer,
-    L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
+    key_bias,                       # f32 [LANES, D], subtracted from keys before they are stored; or None
+    first_lane,
+    LANES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """Grid [H, seals, layers]. A byte holds the codes of two channels D / 2 apart, whose groups may differ."""
+    """Grid as of `encode_nuq`. A byte holds the codes of two channels D / 2 apart, whose groups may differ."""
     HALF: tl.constexpr = D // 2
     GROUPS: tl.constexpr = (D + 63) // 64
     head = tl.program_id(0)
-    layer = first_layer + tl.program_id(2)
-    dense, page, _ = source_of(arena, table, None, seals, staged, layer, head, L, H, D, P, UNIT, PAGE, DP, 0)
+    lane = first_lane.to(tl.int64) + tl.program_id(2) * H + head
+    dense, page, _ = source_of(arena, table, None, seals, staged, lane, head, LANES, H, D, P, UNIT, PAGE, DP, 0)
     slot = tl.arange(0, P)
     for side in tl.static_range(2):
         bias = None
         if side == 0 and key_bias is not None:
-            bias = key_bias + (layer.to(tl.int64) * H + head) * D
+            bias = key_bias + lane * D
         source = arena + dense + side * P * D + slot * D
         ranges = halves + page * 64 + P * D // 2 + side * (GROUPS * 2 * P) + slot
         for group in tl.static_range(GROUPS):

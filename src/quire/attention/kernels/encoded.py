@@ -25,6 +25,7 @@ import triton.language as tl
 from quire.attention.kernels.attend import (
     add_partials,
     append_token,
+    capped,
     is_seen,
     join,
     leave,
@@ -64,23 +65,24 @@ def turns_of(
     words,  # the arena as i32
     slot_positions, bases,  # as in `attend_encoded`
     chunk,  # i64
-    layer_head,
+    lane,
     start,  # first position of the chunk by its index in the path
     ROW: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """The base position of a page's keys, i32, and the slots' offsets from it, i32 [P]. Their sum is the position."""
     slots = tl.arange(0, P)
     base = tl.load(bases + chunk)
-    own = tl.load(slot_positions + chunk * ROW + layer_head).to(tl.int64)
+    own = tl.load(slot_positions + chunk * ROW + lane).to(tl.int64)
     has_own = own >= 0
     base = tl.where(has_own, 0, tl.where(base >= 0, base, start))
     return base, tl.where(has_own, tl.load(words + tl.maximum(own, 0) * 32 + slots, mask=has_own, other=0), slots)
 
 
 @triton.jit
-def attend_dense(top, total, acc, query, keys, values, visible):
+def attend_dense(top, total, acc, query, keys, values, visible, SOFT_CAP: tl.constexpr):
     """Extends the sums by a tile of rotated keys [T, DP] and its values."""
-    score = tl.where(visible, tl.dot(query, keys.T, input_precision="ieee"), float("-inf"))
+    score = capped(tl.dot(query, keys.T, input_precision="ieee"), SOFT_CAP)
+    score = tl.where(visible, score, float("-inf"))
     top, total, weight, factor = weigh(top, total, score)
     acc = tl.dot(weight.to(values.dtype), values, acc * factor[:, None], input_precision="ieee")
     return top, total, acc
@@ -92,7 +94,8 @@ def attend_sinks(
     rows,       # one head's rows of a sidecar
     num_exact,  # number of rows in use
     mask,       # i64, visible slots of the sidecar's page
-    cos, sin, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, ROTATE: tl.constexpr,
+    cos, sin, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    ROTATE: tl.constexpr,
 ):  # fmt: skip
     """Extends the sums by the first tokens of a sequence, from their sidecar."""
     # Triton 3.6 compiles products of 64 rows and 16 columns by eight warps into code that reads beyond its operands.
@@ -105,28 +108,27 @@ def attend_sinks(
     visible = exact[None, :] & (position >= 0)[:, None]
     if WINDOW:
         visible &= sink[None, :] > position[:, None] - WINDOW
-    return attend_dense(top, total, acc, query, keys, values, visible)
+    return attend_dense(top, total, acc, query, keys, values, visible, SOFT_CAP)
 
 
-@triton.jit(do_not_specialize=["layer", "staged"])
+@triton.jit(do_not_specialize=["first_lane", "staged"])
 def attend_encoded(
     q,              # [R, H * G, D], rows q_stride apart
     new_k, new_v,   # [R, H, D], rows k_stride and v_stride apart; APPEND only, else None
     out,            # [R, H * G, D], dense
     arena,          # the arena as elements of dense pages; a page starts at id * UNIT
     words,          # the same as i32
-    table,          # i32 [C, L, H] page ids
-    masks,          # i64 [C, L, H], visible slots of each page, 0 where there is no page; or None: all are visible
-    slot_positions, # i32 [C, L, H] ids of pages i32 [P] with the positions of slots; -1: consecutive; None if masks are
-    bases,          # i32 [C], position of a chunk's first slot if its index in the path does not give it, else -1; None
-                    # likewise
+    table,          # i32 [C, LANES] page ids
+    masks,          # i64 [C, LANES], visible slots of each page, 0 where there is no page; or None: all are visible
+    slot_positions, # i32 [C, LANES] ids of pages i32 [P] with positions of slots; -1: consecutive. None if masks are
+    bases,          # i32 [C], position of a chunk's first slot, -1 if its index in the path gives it. None likewise
     sidecars,       # i32 [C] page ids, -1 where there is none; SINKS only
     cos, sin,       # f32 [positions, D / 2]; ROTATE only
     turns,          # f32 [2, D / 2, P]: cosines and sines of the first P positions; ROTATE only
-    heads,          # i32 [L, H, HEAD_INTS], the layout of a page; NUQ only, as the next three
-    pairs,          # i32 [L, H, 4, HP]: pair, and offsets of its parts
-    key_codebooks,  # f32 [L, H, 2, HP, 32]; of group codes f32 [L, H, 2, HP], the bias subtracted from keys, or None
-    value_codebooks,  # f32 [L, H, 32]
+    heads,          # i32 [LANES, HEAD_INTS], the layout of a page; NUQ only, as the next three
+    pairs,          # i32 [LANES, 4, HP]: pair, and offsets of its parts
+    key_codebooks,  # f32 [LANES, 2, HP, 32]; of group codes f32 [LANES, 2, HP], the bias subtracted from keys, or None
+    value_codebooks,  # f32 [LANES, 32]
     positions,      # i32 [R]
     indices,        # i32, chunk ids
     pieces,         # i32 [n, 12]: as in `attend`; its chunks are encoded, and the last two columns are first index and
@@ -134,15 +136,16 @@ def attend_encoded(
     entries, partial_o, partial_lse, arrivals, lse,  # as in `attend`
     reads,          # i32 [C, H], or None: every page read adds 1
     staged,         # page id of the first staged page
-    layer, q_stride, k_stride, v_stride,
-    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    first_lane, q_stride, k_stride, v_stride,
+    LANES: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     DP: tl.constexpr,      # D rounded up to a power of two
     HP: tl.constexpr,      # D / 2 rounded up to a power of two, >= 16
     ROWS: tl.constexpr,    # tile of query rows x G, a power of two, >= 16 for the tensor cores
     UNIT: tl.constexpr,    # elements in 128 bytes
     PAGE: tl.constexpr,    # units of a dense page
-    SCALE: tl.constexpr,   # log2(e) / sqrt(D)
+    SCALE: tl.constexpr,   # log2(e) times the factor of q . k
     WINDOW: tl.constexpr,  # positions a row sees; 0 sees all
+    SOFT_CAP: tl.constexpr,  # log2(e) times the bound of scores; 0: none
     SINKS: tl.constexpr,   # number of exact tokens
     KIND: tl.constexpr,    # kernel id of the codec
     KEY_PARTS: tl.constexpr, VALUE_PARTS: tl.constexpr,  # see `nuq_keys`
@@ -159,21 +162,21 @@ def attend_encoded(
     query, valid, position, q_row = load_queries(
         q, positions, first_row, num_rows, q_stride, cos, sin, head, G, D, DP, ROWS, SCALE, ROTATE
     )
-    layer_head = layer.to(tl.int64) * H + head
+    lane = first_lane.to(tl.int64) + head
     # The first unwritten position. With APPEND that is the row's own.
     end = tl.load(positions + first_row) if APPEND else tl.load(positions + first_row + num_rows - 1) + 1
-    first_mask, side, num_exact = first_chunk_of(chunk_ids, num_chunks, masks, sidecars, layer_head, L * H, SINKS)
+    first_mask, side, num_exact = first_chunk_of(chunk_ids, num_chunks, masks, sidecars, lane, LANES, SINKS)
     top, total, acc = attend_encoded_pages(
         q, q_row, valid, position, end, words, table, masks, slot_positions, bases, cos, sin, turns, heads, pairs,
-        key_codebooks, value_codebooks, reads, chunk_ids, num_chunks, start, first_mask, num_exact, layer_head, head,
-        L, H, D, P, DP, HP, ROWS, SCALE, WINDOW, SINKS, KIND, KEY_PARTS, VALUE_PARTS, MOST_KEY_SLOTS, MOST_VALUE_SLOTS,
-        ROTATE, APPEND,
+        key_codebooks, value_codebooks, reads, chunk_ids, num_chunks, start, first_mask, num_exact, lane, head,
+        LANES, H, D, P, DP, HP, ROWS, SCALE, WINDOW, SOFT_CAP, SINKS, KIND, KEY_PARTS, VALUE_PARTS, MOST_KEY_SLOTS,
+        MOST_VALUE_SLOTS, ROTATE, APPEND,
     )  # fmt: skip
     if APPEND:
         # The piece with its row's own chunk adds the new token.
         top, total, acc = append_to_own(
-            top, total, acc, query, valid, new_k, new_v, arena, table + layer_head, own_ids, num_own, end, first_row,
-            k_stride, v_stride, cos, sin, head, staged, L, H, D, DP, P, UNIT, PAGE, ROWS, ROTATE,
+            top, total, acc, query, valid, new_k, new_v, arena, table + lane, own_ids, num_own, end, first_row,
+            k_stride, v_stride, cos, sin, head, staged, LANES, H, D, DP, P, UNIT, PAGE, ROWS, ROTATE, SOFT_CAP,
         )  # fmt: skip
     if SEEDED:
         top, total, acc = add_partials(
@@ -181,8 +184,8 @@ def attend_encoded(
         )
     top, total, acc = attend_exact(
         top, total, acc, query, position, end, arena, table, reads, side, num_exact, first_mask, own_ids, num_own,
-        start + num_chunks * P, cos, sin, layer_head, head, staged, L, H, D, DP, P, UNIT, PAGE, SINKS, WINDOW, ROTATE,
-        APPEND,
+        start + num_chunks * P, cos, sin, lane, head, staged, LANES, H, D, DP, P, UNIT, PAGE, SINKS, WINDOW, SOFT_CAP,
+        ROTATE, APPEND,
     )  # fmt: skip
     leave(
         out, first_row, num_rows, slot, parts, num_parts, top, total, acc, partial_o, partial_lse, arrivals, lse,
@@ -191,14 +194,14 @@ def attend_encoded(
 
 
 @triton.jit
-def first_chunk_of(chunk_ids, num_chunks, masks, sidecars, layer_head, ROW: tl.constexpr, SINKS: tl.constexpr):
+def first_chunk_of(chunk_ids, num_chunks, masks, sidecars, lane, ROW: tl.constexpr, SINKS: tl.constexpr):
     """For a piece's first chunk, returns the mask of its page, i64; its sidecar, i64, -1 without one; and the number of
     exact tokens there. Only a piece that begins with a sequence's first chunk has exact tokens.
     """
     chunk = tl.load(chunk_ids, mask=num_chunks > 0, other=0).to(tl.int64)
     mask = tl.full((), -1, tl.int64)
     if masks is not None:
-        mask = tl.load(masks + layer_head + chunk * ROW)
+        mask = tl.load(masks + lane + chunk * ROW)
     side = mask
     num_exact = 0
     if SINKS:
@@ -209,17 +212,17 @@ def first_chunk_of(chunk_ids, num_chunks, masks, sidecars, layer_head, ROW: tl.c
 
 @triton.jit
 def shared_by_pages(
-    heads, pairs, key_codebooks, value_codebooks, layer_head, KIND: tl.constexpr, HP: tl.constexpr, P: tl.constexpr
+    heads, pairs, key_codebooks, value_codebooks, lane, KIND: tl.constexpr, HP: tl.constexpr, P: tl.constexpr
 ):
     """The data that all encoded pages of a head share: the order of its pairs, and the tables of keys and values."""
     order = tl.arange(0, HP)
     if KIND == NUQ:
-        of_pair = pairs + layer_head * (4 * HP) + order
+        of_pair = pairs + lane * (4 * HP) + order
         centroid = tl.arange(0, 32)
-        codebook = key_codebooks + layer_head * (2 * HP * 32) + (order * 32)[:, None] + centroid[None, :]
-        value_codebook = value_codebooks + layer_head * 32 + (tl.arange(0, P // 2) * 0)[:, None] + centroid[None, :]
+        codebook = key_codebooks + lane * (2 * HP * 32) + (order * 32)[:, None] + centroid[None, :]
+        value_codebook = value_codebooks + lane * 32 + (tl.arange(0, P // 2) * 0)[:, None] + centroid[None, :]
         order = tl.load(of_pair)
-        of_head = heads + layer_head * HEAD_INTS
+        of_head = heads + lane * HEAD_INTS
         of_keys = (
             tl.load(of_pair + HP), tl.load(of_pair + 2 * HP), tl.load(of_pair + 3 * HP), tl.load(codebook),
             tl.load(codebook + HP * 32), tl.load(of_head + KEY_SLOTS), tl.load(of_head + AT_KEY_SLOTS),
@@ -231,7 +234,7 @@ def shared_by_pages(
     else:
         of_keys, of_values = None, None
         if key_codebooks is not None:
-            of_keys = key_codebooks + layer_head * (2 * HP)
+            of_keys = key_codebooks + lane * (2 * HP)
     return order, of_keys, of_values
 
 
@@ -241,15 +244,15 @@ def attend_encoded_pages(
     words, table, masks, slot_positions, bases, cos, sin, turns, heads, pairs, key_codebooks, value_codebooks, reads,
     chunk_ids, num_chunks, start,    # a piece's chunks
     first_mask, num_exact,           # as in `first_chunk_of`
-    layer_head, head,
-    L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr,
-    ROWS: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, KIND: tl.constexpr,
-    KEY_PARTS: tl.constexpr, VALUE_PARTS: tl.constexpr, MOST_KEY_SLOTS: tl.constexpr, MOST_VALUE_SLOTS: tl.constexpr,
-    ROTATE: tl.constexpr, APPEND: tl.constexpr,
+    lane, head,
+    LANES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr,
+    ROWS: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
+    KIND: tl.constexpr, KEY_PARTS: tl.constexpr, VALUE_PARTS: tl.constexpr, MOST_KEY_SLOTS: tl.constexpr,
+    MOST_VALUE_SLOTS: tl.constexpr, ROTATE: tl.constexpr, APPEND: tl.constexpr,
 ):  # fmt: skip
     """Maximum f32 [ROWS], sum [ROWS] and weighted sum [ROWS, DP] over the encoded pages of a piece."""
     HALF: tl.constexpr = D // 2
-    order, of_keys, of_values = shared_by_pages(heads, pairs, key_codebooks, value_codebooks, layer_head, KIND, HP, P)
+    order, of_keys, of_values = shared_by_pages(heads, pairs, key_codebooks, value_codebooks, lane, KIND, HP, P)
     in_pair = valid[:, None] & (tl.arange(0, HP) < HALF)[None, :]
     first_at = q + q_row[:, None] + order[None, :]
     first_query = tl.load(first_at, mask=in_pair, other=0.0).to(tl.float32) * SCALE
@@ -257,9 +260,9 @@ def attend_encoded_pages(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DP), tl.float32)
-    entry = table + layer_head
+    entry = table + lane
     last_chunk = tl.maximum(num_chunks - 1, 0)
-    page = tl.load(entry + tl.load(chunk_ids).to(tl.int64) * (L * H))
+    page = tl.load(entry + tl.load(chunk_ids).to(tl.int64) * LANES)
     next_seen = first_mask
     ahead = tl.load(chunk_ids + tl.minimum(1, last_chunk))
     for i in range(num_chunks):
@@ -267,18 +270,18 @@ def attend_encoded_pages(
             is_read = next_seen != 0 if masks is not None else True
             tl.atomic_add(reads + tl.load(chunk_ids + i).to(tl.int64) * H + head, 1, mask=is_read)
         current = page.to(tl.int64)
-        page = tl.load(entry + ahead.to(tl.int64) * (L * H))
+        page = tl.load(entry + ahead.to(tl.int64) * LANES)
         seen = next_seen
         if masks is not None:
-            next_seen = tl.load(masks + layer_head + ahead.to(tl.int64) * (L * H))
+            next_seen = tl.load(masks + lane + ahead.to(tl.int64) * LANES)
         ahead = tl.load(chunk_ids + tl.minimum(i + 2, last_chunk))
         # If the head has no page here, the mask is 0 and the page id is arbitrary.
         if seen != 0 if masks is not None else True:
             top, total, acc = attend_page(
                 top, total, acc, first_query, second_query, position, end, words, current, order, of_keys, of_values,
                 masks, slot_positions, bases, cos, sin, turns, chunk_ids + i, i, start + i * P, seen, num_exact,
-                layer_head, q.dtype.element_ty, L * H, D, P, DP, HP, ROWS, WINDOW, SINKS, KIND, KEY_PARTS, VALUE_PARTS,
-                MOST_KEY_SLOTS, MOST_VALUE_SLOTS, ROTATE, APPEND,
+                lane, q.dtype.element_ty, LANES, D, P, DP, HP, ROWS, WINDOW, SOFT_CAP, SINKS, KIND, KEY_PARTS,
+                VALUE_PARTS, MOST_KEY_SLOTS, MOST_VALUE_SLOTS, ROTATE, APPEND,
             )  # fmt: skip
     if KIND == NUQ:
         acc = deinterleaved(acc, ROWS, max(1, DP // 32))
@@ -293,9 +296,9 @@ def attend_page(
     masks, slot_positions, bases, cos, sin, turns,
     chunk_id,                   # where the page's chunk is named
     i, page_start,              # index in the piece, and position by the index in the path
-    seen, num_exact, layer_head,
+    seen, num_exact, lane,
     TYPE: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr,
-    ROWS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, KIND: tl.constexpr,
+    ROWS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, KIND: tl.constexpr,
     KEY_PARTS: tl.constexpr, VALUE_PARTS: tl.constexpr, MOST_KEY_SLOTS: tl.constexpr, MOST_VALUE_SLOTS: tl.constexpr,
     ROTATE: tl.constexpr, APPEND: tl.constexpr,
 ):  # fmt: skip
@@ -313,7 +316,7 @@ def attend_page(
     first_q, second_q = first_query, second_query
     if ROTATE:
         base, slot_cos, slot_sin = slot_angles(
-            words, masks, slot_positions, bases, cos, sin, turns, chunk_id, layer_head, page_start, order, ROW, HALF,
+            words, masks, slot_positions, bases, cos, sin, turns, chunk_id, lane, page_start, order, ROW, HALF,
             HP, P,
         )  # fmt: skip
         first, second = turned(first, second, slot_cos, slot_sin)
@@ -331,6 +334,7 @@ def attend_page(
         token = slots % 2 * (P // 2) + slots // 2
     score = tl.dot(first_q.to(TYPE), first.to(TYPE), input_precision="ieee")
     score = tl.dot(second_q.to(TYPE), second.to(TYPE), score, input_precision="ieee")
+    score = capped(score, SOFT_CAP)
     if SINKS:
         score = tl.where((i > 0) | (token >= num_exact)[None, :], score, float("-inf"))
     if masks is not None:
@@ -374,16 +378,14 @@ def add_values(
 
 @triton.jit
 def slot_angles(
-    words, masks, slot_positions, bases, cos, sin, turns, chunk_id, layer_head, start, order,  # as in `attend_page`
+    words, masks, slot_positions, bases, cos, sin, turns, chunk_id, lane, start, order,  # as in `attend_page`
     ROW: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """The base position of a page's keys, i32, and cosines and sines of the slots' offsets from it, f32 [HP, P]."""
     is_pair = (tl.arange(0, HP) < HALF)[:, None]
     base = start
     if masks is not None:
-        base, turned_by = turns_of(
-            words, slot_positions, bases, tl.load(chunk_id).to(tl.int64), layer_head, start, ROW, P
-        )
+        base, turned_by = turns_of(words, slot_positions, bases, tl.load(chunk_id).to(tl.int64), lane, start, ROW, P)
         angle = turned_by[None, :] * HALF + order[:, None]
         slot_cos = tl.load(cos + angle, mask=is_pair, other=0.0)
         slot_sin = tl.load(sin + angle, mask=is_pair, other=0.0)
@@ -398,17 +400,17 @@ def slot_angles(
 def append_to_own(
     top, total, acc, query, valid, new_k, new_v, arena, entry, own_ids, num_own, end, row, k_stride, v_stride,
     cos, sin, head, staged,
-    L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, ROTATE: tl.constexpr,
+    LANES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, ROTATE: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Stores a row's new token in its own chunk, if the piece has one, and extends the sums by it."""
     single = tl.arange(0, 1)
     holds = single < num_own
     chunk = tl.load(own_ids + single, mask=holds, other=0).to(tl.int64)
-    target = dense_page(entry, chunk, head, staged, holds, L * H, H, PAGE) * UNIT + end % P * D
+    target = dense_page(entry, chunk, head, staged, holds, LANES, H, PAGE) * UNIT + end % P * D
     new_top, new_total, new_acc = append_token(
         query, new_k, new_v, arena + target[:, None], holds, valid & (num_own > 0), end, row, k_stride, v_stride,
-        cos, sin, head, D, DP, P, ROWS, ROTATE, False,
+        cos, sin, head, D, DP, P, ROWS, ROTATE, SOFT_CAP, False,
     )  # fmt: skip
     return join(top, total, acc, new_top, new_total, new_acc)
 
@@ -418,23 +420,25 @@ def attend_exact(
     top, total, acc, query, position, end, arena, table, reads,
     side, num_exact, first_mask,   # as in `first_chunk_of`
     own_ids, num_own, own_start,   # the dense chunks, and the position of the first one
-    cos, sin, layer_head, head, staged,
-    L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr,
-    PAGE: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, ROTATE: tl.constexpr, APPEND: tl.constexpr,
+    cos, sin, lane, head, staged,
+    LANES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr,
+    PAGE: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ROTATE: tl.constexpr,
+    APPEND: tl.constexpr,
 ):  # fmt: skip
     """Extends the sums by the unencoded tokens: sinks, and the chunks that the rows write."""
     TYPE: tl.constexpr = query.dtype
     slots = tl.arange(0, P)
     if SINKS:
-        rows = arena + tl.maximum(side, 0) * UNIT + layer_head * (2 * SINKS * D)
+        rows = arena + tl.maximum(side, 0) * UNIT + lane * (2 * SINKS * D)
         top, total, acc = attend_sinks(
-            top, total, acc, query, position, rows, num_exact, first_mask, cos, sin, D, DP, SINKS, WINDOW, ROTATE
-        )
+            top, total, acc, query, position, rows, num_exact, first_mask, cos, sin, D, DP, SINKS, WINDOW, SOFT_CAP,
+            ROTATE,
+        )  # fmt: skip
     for i in tl.range(num_own, num_stages=1):
         chunk = tl.load(own_ids + i).to(tl.int64)
         if reads is not None:
             tl.atomic_add(reads + tl.maximum(chunk, 0) * H + head, 1, mask=chunk >= 0)
-        page = dense_page(table + layer_head, chunk, head, staged, chunk == chunk, L * H, H, PAGE)
+        page = dense_page(table + lane, chunk, head, staged, chunk == chunk, LANES, H, PAGE)
         source = page * UNIT + slots * D
         at = own_start + i * P + slots
         # Slots from `end` on are unwritten: loading them is wasted, and multiplying them by zero may give NaN.
@@ -444,5 +448,5 @@ def attend_exact(
         visible = at[None, :] < position[:, None] if APPEND else at[None, :] <= position[:, None]
         if WINDOW:
             visible &= at[None, :] > position[:, None] - WINDOW
-        top, total, acc = attend_dense(top, total, acc, query, own_keys, own_values, visible)
+        top, total, acc = attend_dense(top, total, acc, query, own_keys, own_values, visible, SOFT_CAP)
     return top, total, acc

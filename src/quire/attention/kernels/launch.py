@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -33,6 +33,11 @@ class Launches(NamedTuple):
     tallest: Launch
 
 
+WIDE = 128
+"""The largest head size whose launches were measured. Tiles of larger heads fill the registers of eight warps. Their
+launches have the most stages that fit the shared memory of a multiprocessor of sm_90 (tests/kernels has the sizes)."""
+
+
 def launches(dtype: torch.dtype, group_size: int, head_dim: int) -> Launches:
     """The launches on dense pages: tiles of query rows x G.
 
@@ -43,8 +48,13 @@ def launches(dtype: torch.dtype, group_size: int, head_dim: int) -> Launches:
     least = triton.next_power_of_2(group_size)
     if dtype == torch.float32:
         # Float32 products run outside the tensor cores with operands in registers. A larger tile spills.
-        only = Launch(max(16, least), 8, 2)
+        only = Launch(max(16, least), 8, 2 if head_dim <= 2 * WIDE else 1)
         return Launches(only, only, only, only)
+    if head_dim > WIDE:
+        is_wider = head_dim > 2 * WIDE
+        tall = Launch(max(32 if is_wider else 64, least), 8, 2)
+        short = Launch(max(16, least), 8, 2 if is_wider else 3)
+        return Launches(short, replace(short, stages=2), tall, tall)
     tall = Launch(max(64, least), 4, 3)
     tallest = Launch(max(128, least), 8, 3) if least > 8 and head_dim > 32 else tall
     # If few chunks are read, more programs on a multiprocessor help more than more stages of loads.
@@ -60,19 +70,27 @@ def encoded_launches(dtype: torch.dtype, group_size: int, head_dim: int, looks_u
     """
     least = max(16, triton.next_power_of_2(group_size))
     if dtype == torch.float32:
+        assert head_dim <= 2 * WIDE, f"no kernels for encoded heads of {head_dim} in float32, only up to {2 * WIDE}"
         only = Launch(least, 8, 1)
         return Launches(only, only, only, only)
+    if head_dim > WIDE:
+        short = Launch(least, 8, 2)
+        tall = Launch(max(least, 32 if head_dim > 2 * WIDE else 64), 8, 2)
+        return Launches(short, short, tall, tall)
     tall = Launch(max(least, 64), 8, 2)
     # Two programs on a multiprocessor hide each other's waits; stages hide fewer, and take registers.
     short = Launch(least, 4, 1)
     if looks_up:
         # Eight warps hold tiles that four would spill.
-        short = Launch(least, 4 if head_dim <= 64 else 8, 3 if head_dim <= 128 else 2)
+        short = Launch(least, 4 if head_dim <= 64 else 8, 3)
     return Launches(short, short, tall, tall)
 
 
 def common_launch(tallest: Launch, group_size: int, num_rows: int, warps: int = 4) -> Launch:
-    """The launch of a decode step's shared runs. Its tile is no taller than the step has rows x G."""
+    """The launch of a decode step's shared runs. Its tile is no taller than the step has rows x G.
+
+    warps  of tiles lower than the tallest
+    """
     rows = max(16, triton.next_power_of_2(num_rows * group_size))
     return tallest if rows >= tallest.rows else Launch(rows, warps, tallest.stages)
 
@@ -82,9 +100,11 @@ def profile_launch(dtype: torch.dtype, group_size: int, head_dim: int) -> Launch
     least = max(16, triton.next_power_of_2(group_size))
     if dtype == torch.float32:
         return Launch(least, 8, 2)
+    if head_dim > WIDE:
+        return Launch(max(64 if head_dim > 2 * WIDE else 128, least), 8, 2)
     return Launch(max(128 if head_dim > 32 else 64, least), 8 if head_dim > 32 else 4, 3)
 
 
-def single_profile_launch(dtype: torch.dtype, group_size: int) -> Launch:
+def single_profile_launch(dtype: torch.dtype, group_size: int, head_dim: int) -> Launch:
     """The launch that profiles slices of one row. Most of its time goes into reading keys, and decoding them."""
-    return Launch(max(16, triton.next_power_of_2(group_size)), 8 if dtype == torch.float32 else 4, 2)
+    return Launch(max(16, triton.next_power_of_2(group_size)), 8 if dtype == torch.float32 or head_dim > WIDE else 4, 2)

@@ -136,14 +136,16 @@ def lay_out(
     *,
     encodes: bool = False,
     strict: bool = True,
+    rows: StepRows | None = None,
 ) -> TileLayout:
     """Cuts a step into pieces of at most 1.5 x an even share of the chunks to be read.
 
     common_rows  query rows of a shared run's tile; None: `tiles.tall_rows`
     encodes      see `plan.StagedWrites`. If true, no block has rows of two chunks, because these see different sources
     strict       as in `plan.lay_out`
+    rows         the slices as arrays, if another layout of the step has them: both name chunks alike
     """
-    rows = _StepRows(slices, encodes)
+    rows = rows or StepRows(slices, encodes)
     is_decode = bool((rows.counts == 1).all())
     if is_decode:
         positions, write_chunk, blocks = rows.decoded(window)
@@ -181,8 +183,8 @@ def lay_out(
     )
 
 
-class _StepRows:
-    """The slices of a step as arrays.
+class StepRows:
+    """The slices of a step as arrays, which the layouts of all kinds of layers share.
 
     starts, counts, num_dropped  int64 [slices], as in `RowSlice`
     lengths   int64 [slices], chunks of each path up to its last row
@@ -245,6 +247,15 @@ class _StepRows:
             num_own = np.ones_like(last) if strict else np.minimum(last + 1, blocks[:, 3])
             blocks[:, 5], blocks[:, 6] = self.own[owner] + last + 1 - num_own, num_own
         return positions, write_chunk, blocks, is_tall
+
+
+def num_advances(ends: NDArray[np.int64], window: int) -> int:
+    """By how many positions the rows of a decode step can advance until one of them no longer sees its first chunk.
+
+    ends  the positions after the rows
+    """
+    low = np.maximum(0, ends - window) // PAGE_TOKENS
+    return int(((low + 1) * PAGE_TOKENS + window - ends).min()) - 1
 
 
 def _name_partials(

@@ -20,24 +20,24 @@ def dense_page(
     entry,         # table entry of chunk 0
     chunk,         # i64, of any shape; mask has the same
     head, staged, mask,
-    ROW: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr,
+    LANES: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """The page ids of chunks, stored or staged, in one layer and head, i64."""
-    stored = tl.load(entry + chunk * ROW, mask=mask & (chunk >= 0), other=0).to(tl.int64)
+    """The page ids of chunks, stored or staged, in one lane, i64."""
+    stored = tl.load(entry + chunk * LANES, mask=mask & (chunk >= 0), other=0).to(tl.int64)
     return tl.where(chunk >= 0, stored, staged + ((-1 - chunk) * H + head) * PAGE)
 
 
-@triton.jit(do_not_specialize=["layer", "num_rows", "staged"])
+@triton.jit(do_not_specialize=["first_lane", "num_rows", "staged"])
 def write(
     k, v,          # [R, H, D], rows k_stride and v_stride apart
     arena,         # the arena as page elements; a page starts at id * UNIT
-    table,         # i32 [C, L, H] page ids
+    table,         # i32 [C, LANES] page ids
     cos, sin,      # f32 [positions, D / 2]; ROTATE only
     positions,     # i32 [R]
     write_chunk,   # i32 [R]
     staged,        # page id of the first staged page
-    num_rows, layer, k_stride, v_stride,
-    L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    num_rows, first_lane, k_stride, v_stride,
+    LANES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     DP: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, ROTATE: tl.constexpr,
     PAGE: tl.constexpr,    # units of a dense page
 ):  # fmt: skip
@@ -47,7 +47,7 @@ def write(
     valid = row < num_rows
     position = tl.load(positions + row, mask=valid, other=0)
     chunk = tl.load(write_chunk + row, mask=valid, other=0).to(tl.int64)
-    page = dense_page(table + layer * H + head, chunk, head, staged, valid, L * H, H, PAGE)
+    page = dense_page(table + first_lane + head, chunk, head, staged, valid, LANES, H, PAGE)
     d = tl.arange(0, DP)
     slot = arena + (page * UNIT + (position % P) * D)[:, None] + d[None, :]
     mask = valid[:, None] & (d < D)[None, :]

@@ -95,6 +95,7 @@ class Attention:
     """The definition, over the packed products of a backend. Neither rotates nor masks; the plan does.
 
     q_norm, k_norm  weights [D], or [H * G * D] and [H * D], or None
+    channel_scales  [D], or None; see Rope.query_scales
     """
 
     def __init__(self, shape: AttentionShape, at: str, weights: WeightSource, ops: Ops, eps: float) -> None:
@@ -107,7 +108,7 @@ class Attention:
         self.k_norm = weights.tensor(f"{at}.k_norm.weight") if shape.qk_norm else None
         self.o = weights.linear(f"{at}.o", bias=shape.o_bias)
         scales = () if shape.rope is None else shape.rope.query_scales
-        self._channel_scales = weights.constant(scales) if scales else None
+        self.channel_scales = weights.constant(scales) if scales else None
 
     def __call__(self, index: int, x: Tensor, positions: Tensor | None, plan: StepPlan) -> Tensor:
         """X [R, E] -> [R, E]. index: of the layer. positions: int64 [R], only if the queries' scale depends on them."""
@@ -115,8 +116,8 @@ class Attention:
         q, k, v = self.qkv(x).view(len(x), -1, shape.head_dim).split_with_sizes(self._split, 1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
-        if self._channel_scales is not None:
-            q = q * self._channel_scales
+        if self.channel_scales is not None:
+            q = q * self.channel_scales
         if shape.position_scale is not None:
             assert positions is not None
             q = q * position_scales(positions, *shape.position_scale).to(q.dtype)[:, None, None]

@@ -38,7 +38,7 @@ from quire.models.decoder import build_model
 from quire.offload.host import HostMemory, pinned
 from quire.offload.mover import IoRequest, Mover
 from quire.offload.ops import RelocatableOps
-from quire.offload.planning.profile import Attention, DiskSpeeds, Rate, Read, SecondsCurve
+from quire.offload.planning.profile import AttentionTimes, DiskSpeeds, Rate, Read, SecondsCurve
 from quire.offload.planning.quiet import quietest, spread
 from quire.offload.stream import NUM_READERS
 from quire.stores.direct import BLOCK_BYTES, REQUEST_BYTES, AlignedBuffer, DirectFile, allows_direct, measured_file
@@ -292,7 +292,7 @@ class AttentionTimer:
         self._max_context = max_context
         self._beside = beside
 
-    def decoding(self, rounds: int) -> Attention:
+    def decoding(self, rounds: int) -> AttentionTimes:
         """Seconds of a layer of rows that decode."""
         contexts = [each for each in CONTEXTS if each < self._max_context]
         lines: list[SecondsCurve] = []
@@ -301,7 +301,7 @@ class AttentionTimer:
                 lines.append(measure_curve(functools.partial(self.decode, rows), contexts, rounds))
         if not lines:
             raise QuireError(f"cache.memory holds no sequence of {contexts[-1]} tokens")
-        return Attention(ATTENTION_ROWS[: len(lines)], tuple(contexts), tuple(line.seconds for line in lines))
+        return AttentionTimes(ATTENTION_ROWS[: len(lines)], tuple(contexts), tuple(line.seconds for line in lines))
 
     def prompts(self, rounds: int) -> SecondsCurve:
         """Seconds of a layer of a prompt."""
@@ -331,14 +331,15 @@ class AttentionTimer:
                 made.append(RowSlice(start, count, path))
             plan = self._backend.plan(made)
             rows = sum(count for _, count in slices)
-            heads = spec.only.num_kv_heads
             here, beside = spec.table.arena.device, self._beside
-            q = torch.zeros(rows, heads * spec.only.group_size, spec.only.head_dim, dtype=spec.dtype)
-            k = torch.zeros(rows, heads, spec.only.head_dim, dtype=spec.dtype, device=here)
             device = here if beside is None else beside.device
-            q = q.to(device)
+            most = max(each.num_heads * each.head_dim for each in spec.layers)
+            zeros = torch.zeros(rows * most, dtype=spec.dtype, device=here)
+            queries = zeros.to(device)
             begun = finished(device)
-            for layer in range(spec.num_layers):
+            for layer, of in enumerate(spec.layers):
+                k = zeros[: rows * of.num_kv_heads * of.head_dim].view(rows, of.num_kv_heads, of.head_dim)
+                q = queries[: rows * of.num_heads * of.head_dim].view(rows, of.num_heads, of.head_dim)
                 plan.write(layer, k, k)
                 if beside is None:
                     plan.attend(layer, q)

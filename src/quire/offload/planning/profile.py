@@ -167,7 +167,7 @@ class SecondsCurve:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionTimes:
     """Seconds of a layer's attention while decoding, [rows][contexts]. Both increase."""
 
     rows: tuple[int, ...]
@@ -203,7 +203,7 @@ class ProfiledGpu:
 
     up: Rate
     down: Rate
-    far: Attention
+    far: AttentionTimes
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class Profile:
     copy: Rate
     products: SecondsCurve
     head: SecondsCurve
-    attention: Attention
+    attention: AttentionTimes
     prompt: SecondsCurve
     corrections: Corrections = Corrections()
     runs: tuple[ProfiledRun, ...] = ()
