@@ -30,14 +30,14 @@ ARGS = "{% for c in m.tool_calls or [] %}"
 TEMPLATES = {
     "mistral-args": template("[", "]", "</s>", "[assistant]", ARGS + "[TOOL_CALLS]{{ c.function.name }}[ARGS]"
                              "{{ c.function.arguments | tojson }}{% endfor %}"),
-    "mistral-ids": template("[", "]", "</s>", "[assistant]", ARGS + "[TOOL_CALLS]{{ c.function.name }}[CALL_ID]{{ c.id }}"
-                            "[ARGS]{{ c.function.arguments | tojson }}{% endfor %}"),
+    "mistral-ids": template("[", "]", "</s>", "[assistant]", ARGS + "[TOOL_CALLS]{{ c.function.name }}"
+                            "[CALL_ID]{{ c.id }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}"),
     "glm": template("<|", "|>\n", "", "<|assistant|>\n", ARGS + "\n<tool_call>{{ c.function.name }}\n"
                     "{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
                     "<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n"
                     "{% endfor %}</tool_call>{% endfor %}"),
     "glm4": "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
-            "{% if m.metadata %}{{ m.metadata }}{% endif %}\n{{ m.content }}{% endfor %}"
+            "{% if m.metadata %}{{ m.metadata }}{% endif %}{{ '\n' + m.content }}{% endfor %}"
             "{% if add_generation_prompt %}<|assistant|>{% endif %}{# <|observation|> #}",
     "olmo": template("<|im_start|>", "\n", "<|im_end|>\n", "<|im_start|>assistant\n",
                      "{% if m.tool_calls %}<function_calls>{% for c in m.tool_calls %}{{ c.function.name }}("
@@ -46,17 +46,19 @@ TEMPLATES = {
                      "</function_calls>{% endif %}"),
     "gemma": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
              "{{ raise_exception('roles must alternate') }}{% endif %}"
-             "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content }}<end_of_turn>\n"
+             "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+             "{% if m.content is string %}{{ m.content }}{% else %}"
+             "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}<end_of_turn>\n"
              "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
     "granite": template("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>\n",
                         "<|start_of_role|>assistant<|end_of_role|>", tools="write <|tool_call|> and a list: "),
     "phi": CALLING["phi"].template,
 }  # fmt: skip
-ANSWER = {"mistral-args": "[assistant]", "mistral-ids": "[assistant]", "glm": "<|assistant|>\n", "glm4": "<|assistant|>",
-          "olmo": "<|im_start|>assistant\n", "gemma": "<start_of_turn>model\n",
+ANSWER = {"mistral-args": "[assistant]", "mistral-ids": "[assistant]", "glm": "<|assistant|>\n",
+          "glm4": "<|assistant|>", "olmo": "<|im_start|>assistant\n", "gemma": "<start_of_turn>model\n",
           "granite": "<|start_of_role|>assistant<|end_of_role|>", "phi": "<|assistant|>"}  # fmt: skip
-END = {"mistral-args": "</s>", "mistral-ids": "</s>", "glm": "<|tool|>", "glm4": "<|observation|>", "olmo": "<|im_end|>",
-       "gemma": "<end_of_turn>", "granite": "<|end_of_text|>", "phi": "<|end|>"}  # fmt: skip
+END = {"mistral-args": "</s>", "mistral-ids": "</s>", "glm": "<|tool|>", "glm4": "<|observation|>",
+       "olmo": "<|im_end|>", "gemma": "<end_of_turn>", "granite": "<|end_of_text|>", "phi": "<|end|>"}  # fmt: skip
 TOOLS = [
     Tool("weather", "Does weather.", {"type": "object", "properties": {"city": {"type": "string"},
                                                                        "days": {"type": "array"}}}),

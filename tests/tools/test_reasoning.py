@@ -17,7 +17,8 @@ from tests.tools.test_formats import cuts_of
     ("template", "name"),
     [
         ("<think> and </think>", "think"), ("[THINK] [/THINK]", "mistral"), ("{{ messages }}", None),
-        ("Write <think></think> and <response></response>", "granite"), ("<|START_THINKING|><|END_THINKING|>", "cohere"),
+        ("Write <think></think> and <response></response>", "granite"),
+        ("<|START_THINKING|><|END_THINKING|>", "cohere"),
         ('write after "Here is my thought process:" and "Here is my response:"', "granite-3.2"),
     ],
 )  # fmt: skip
