@@ -135,9 +135,66 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
-def save_family(folder: Path, family: str) -> Path:
+CALLING: dict[str, Family] = {
+    "mistral-args": Family(
+        ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"), (), "</s>",
+        _template("[INST]", " ", "[/INST]", knows="[TOOL_CALLS][ARGS]") + "{# [/THINK] #}",
+        lambda: _byte_level("{1,3}"),
+    ),
+    "mistral-ids": Family(
+        ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), (), "</s>",
+        _template("[INST]", " ", "[/INST]", knows="[TOOL_CALLS][CALL_ID][ARGS]"), lambda: _byte_level("{1,3}"),
+    ),
+    "glm": Family(
+        ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        (*_CALLS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<think>", "</think>"), "<|user|>",
+        _template("<|", "|>", "", knows="<tool_call><arg_key>") + "{# <|observation|> </think> #}",
+        lambda: _byte_level("{1,3}"),
+    ),
+    "glm4": Family(
+        ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"), (), "<|user|>",
+        _template("<|", "|>", "", knows="<|observation|>"), lambda: _byte_level("{1,3}"),
+    ),
+    "olmo": Family(
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), ("<functions>", "<function_calls>", "</function_calls>"),
+        "<|im_end|>", _template("<|im_start|>", "\n", "<|im_end|>\n", knows="<function_calls>"),
+        lambda: _byte_level(""),
+    ),
+    "functiongemma": Family(
+        ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<start_function_call>", "<end_function_call>",
+         "<escape>"),
+        (), "<end_of_turn>", _template("<start_of_turn>", "\n", "<end_of_turn>\n", knows="<start_function_call>"),
+        lambda: _sentencepiece(prefix=False),
+    ),
+    "gemma": FAMILIES["gemma"],
+    "granite": Family(
+        ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"), (), "<|end_of_text|>",
+        _template("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>\n", knows="<|tool_call|>"),
+        lambda: _byte_level(""),
+    ),
+    "phi": Family(
+        ("<|endoftext|>", "<|system|>", "<|user|>", "<|end|>", "<|tool|>", "<|/tool|>", "<|tool_call|>",
+         "<|/tool_call|>"),
+        (), "<|end|>",
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% if m.tools %}"
+        "{{ '<|tool|>' + m.tools + '<|/tool|>' }}{% endif %}{{ '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        lambda: _byte_level("{1,3}"),
+    ),
+    "cohere": Family(
+        ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", "<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>",
+         "<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        (), "<|END_OF_TURN_TOKEN|>",
+        _template("<|", "|>", "<|END_OF_TURN_TOKEN|>", knows="<|START_ACTION|>") + "{# <|END_THINKING|> #}",
+        lambda: _byte_level("{1,3}"),
+    ),
+}  # fmt: skip
+"""Families by the name of their format of calls, with its marks as added tokens."""
+
+
+def save_family(folder: Path, family: str | Family) -> Path:
     """Writes a family's tokenizer and chat template into a folder."""
-    found = FAMILIES[family]
+    found = FAMILIES[family] if isinstance(family, str) else family
     tokenizer = found.build()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in found.special])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in found.plain])
@@ -153,7 +210,7 @@ def save_family(folder: Path, family: str) -> Path:
     return folder
 
 
-def family_tokenizer(folder: Path, family: str) -> QuireTokenizer:
+def family_tokenizer(folder: Path, family: str | Family) -> QuireTokenizer:
     """The tokenizer of a family, written into a folder."""
     return load_tokenizer(save_family(folder, family))
 

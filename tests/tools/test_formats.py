@@ -81,8 +81,17 @@ def test_what_a_grammar_lets_pass_as_text_is_no_call(grammars: GrammarCompiler, 
 
 
 def test_a_format_is_known_by_the_template() -> None:
-    assert format_of("<tool_call>{name}\n<arg_key>").name == "generic"
-    assert format_of("[TOOL_CALLS]{{ name }}[ARGS]").name == "generic"
+    assert format_of("<tool_call>{name}\n<arg_key>").name == "glm"
+    assert format_of("[TOOL_CALLS]{{ name }}[ARGS]").name == "mistral-args"
+    assert format_of("[TOOL_CALLS]{{ name }}[CALL_ID]{{ id }}[ARGS]").name == "mistral-ids"
+    assert format_of("<tool_call>\n<function={{ name }}>").name == "generic"
+    assert format_of("<|assistant|>{{ metadata }}<|observation|>").name == "glm4"
+    assert format_of("<functions>{{ tools }}<function_calls>").name == "olmo"
+    assert format_of("<start_of_turn>model").name == "gemma"
+    assert format_of("<start_of_turn>model<start_function_call>").name == "functiongemma"
+    assert format_of("'<|' + role + '|>' <|tool|>{{ tools }}<|/tool|>").name == "phi"
+    assert format_of("write <|tool_call|> and a list").name == "granite"
+    assert format_of("<|START_ACTION|>[").name == "cohere"
     assert format_of("{% if tools %}<tool_call>{% endif %}").name == "hermes"
     assert format_of("{{ '[TOOL_CALLS]' }}").name == "mistral"
     assert format_of("{{ '<|python_tag|>' }}").name == "llama"

@@ -296,7 +296,7 @@ def test_any_long_text_is_read_in_linear_time(name: str, piece: str) -> None:
     assert time.process_time() - begun < 10
 
 
-CLOSES = {"hermes": "", "llama": "", "mistral": "]", "generic": "]}"}
+CLOSES = {"hermes": "", "llama": "", "mistral": "]", "generic": "]}", "granite": "]", "phi": "]", "cohere": "]"}
 """The brackets that close what opens calls."""
 
 NESTS = [("{", "}"), ("[", "]"), ('{"a": ', "}"), ('{"name": "add", "a": ', "}"),

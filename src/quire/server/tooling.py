@@ -15,11 +15,10 @@ from quire.server.responses_schema import ResponsesRequest
 from quire.server.schema import refused_as
 from quire.structured.params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from quire.structured.schemas import UnsupportedSchemaError, prepare_schema
-from quire.tools.answer_parser import AnswerParser
+from quire.tools.answer_parser import AnswerParser, call_parser
 from quire.tools.calls import Tool
 from quire.tools.format import ToolFormat
 from quire.tools.formats import format_of
-from quire.tools.parser import CallParser
 from quire.tools.reasoning import ReasoningFormat, ReasoningParser, reasoning_of
 
 if TYPE_CHECKING:
@@ -45,6 +44,7 @@ class Tooling:
     shows_special   whether calls are written with special tokens
     is_parallel     whether an answer may have several calls
     has_constraint  whether an answer is either calls or a constrained text
+    around          marks around the text of an answer that are no part of it
     """
 
     tokenizer: Tokenizer
@@ -56,6 +56,7 @@ class Tooling:
     shows_special: bool = False
     is_parallel: bool = True
     has_constraint: bool = False
+    around: tuple[str, ...] = ()
 
     @classmethod
     async def of(cls, body: ChatRequest | ResponsesRequest, tokenizer: Tokenizer) -> Tooling:
@@ -67,10 +68,12 @@ class Tooling:
         choice = body.chosen
         template = tokenizer.chat_template if choice.mode == "none" else tokenizer.tool_template
         format_ = format_of(template)
-        reasoning = None if body.include_reasoning is False else reasoning_of(template)
+        known = reasoning_of(template)
+        reasoning = None if body.include_reasoning is False else known
+        around = () if known is None else known.around
         if choice.mode == "none":
             shows = reasoning is not None and tokenizer.added_id(reasoning.ends) in tokenizer.special_ids
-            return cls(tokenizer, format_, (), (), reasoning, body.structure(), shows)
+            return cls(tokenizer, format_, (), (), reasoning, body.structure(), shows, around=around)
         tools = tuple(param.tool() for param in body.tools or ())
         inner = "function.parameters" if isinstance(body, ChatRequest) else "parameters"
         params = tuple(f"tools[{index}].{inner}" for index in range(len(tools)))
@@ -84,23 +87,22 @@ class Tooling:
             structure = format_.structure(tools, choice, tokenizer.added_id, wanted)
         except UnsupportedSchemaError as error:
             raise _refused(error, dict(zip(params, tools, strict=True)), body.structure_param) from None
-        marks = (*format_.marks, *([] if reasoning is None else [reasoning.ends]))
+        marks = (*format_.shown_marks, *([] if reasoning is None else [reasoning.ends]))
         shows = any(tokenizer.added_id(mark) in tokenizer.special_ids for mark in marks)
         has_constraint = wanted is not None and choice.mode == "auto"
-        return cls(tokenizer, format_, tools, params, reasoning, structure, shows, choice.parallel, has_constraint)
+        parallel = choice.parallel
+        return cls(tokenizer, format_, tools, params, reasoning, structure, shows, parallel, has_constraint, around)
 
     def answer_parser(self, prompt_ids: Sequence[int]) -> AnswerParser:
         """A parser for one answer to a prompt."""
         calls = None
         if self.tools:
-            names = {tool.name for tool in self.tools}
-            most = None if self.is_parallel else 1
-            is_exact = self.structure is not None
-            calls = CallParser(self.format, names, most=most, is_exact=is_exact, is_either=self.has_constraint)
+            most, is_exact = None if self.is_parallel else 1, self.structure is not None
+            calls = call_parser(self.format, self.tools, most=most, is_exact=is_exact, is_either=self.has_constraint)
         if self.reasoning is None or self._prompt_ends_with(self.reasoning.ends, prompt_ids):  # the prompt disables it
-            return AnswerParser(None, calls)
+            return AnswerParser(None, calls, self.around)
         is_inside = self._prompt_ends_with(self.reasoning.begins, prompt_ids)
-        return AnswerParser(ReasoningParser(self.reasoning, is_inside=is_inside), calls)
+        return AnswerParser(ReasoningParser(self.reasoning, is_inside=is_inside), calls, self.around)
 
     def constraint(self, prompt_ids: Sequence[int]) -> StructuredOutputsParams | None:
         """The constraint on an answer to a prompt."""

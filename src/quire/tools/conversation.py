@@ -44,7 +44,8 @@ def render_chat(
     keep_tokens  whether a control token's name in the text of users and tools becomes that token
     Raises RequestError if there is no template or it rejects the messages.
     """
-    format_ = format_of(tokenizer.tool_template if tools else tokenizer.chat_template)
+    template = tokenizer.tool_template if tools else tokenizer.chat_template
+    format_ = format_of(template)
     given, escape = dict(variables or {}), ""
     if tools:
         given["tools"] = [tool.for_template() for tool in tools]
@@ -52,7 +53,9 @@ def render_chat(
         messages, escaped, escape = tokenizer.escape_names(messages, given)
         given = dict(escaped)
     described = tools
-    if tools and format_.make_instructions is not None:
-        described = [parse_tool(tool) for tool in given.pop("tools")]
-    text = tokenizer.chat(format_.messages(messages, described), add_generation_prompt, given)
+    if tools:
+        described = [parse_tool(tool) for tool in given["tools"]]
+        if format_.make_instructions is not None:
+            del given["tools"]
+    text = tokenizer.chat(format_.messages(messages, described, template), add_generation_prompt, given)
     return ChatText(text, escape)

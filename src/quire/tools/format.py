@@ -28,42 +28,64 @@ class ToolFormat:
     name               of the format
     marks              texts that identify the format in a chat template; one is enough
     excluded_marks     texts in a chat template that rule the format out even if it has a mark
+    tokens             further texts of the format that become tokens if the tokenizer has them
     opener             text before the first call
     separator          text between two calls; None: an answer has at most one
     closer             text after the last call
     key                key of the arguments
+    name_key, id_key   keys of the name, and of an id that stands before it; id_key "": calls have no id
     other_openers      other texts that open a call
     at_start           whether an answer may begin with a call without an opener
     make_instructions  writes the system message that teaches the format; None: the chat template teaches it
     id_length          characters of a call's id after `id_prefix`
+    results_role       role of results in templates that do not render calls; "": all templates of the format do
+    lists_in_system    whether such templates take the tools as JSON text beside the system message's content
     """
 
     name: str
     marks: tuple[str, ...]
     excluded_marks: tuple[str, ...] = field(default=(), kw_only=True)
+    tokens: tuple[str, ...] = field(default=(), kw_only=True)
     opener: str
     separator: str | None
     closer: str
     key: str = "arguments"
+    name_key: str = field(default="name", kw_only=True)
+    id_key: str = field(default="", kw_only=True)
     other_openers: tuple[str, ...] = ()
     at_start: bool = False
     make_instructions: Callable[[Sequence[Tool]], str] | None = None
     id_prefix: str = "call_"
     id_length: int = 24
+    results_role: str = field(default="", kw_only=True)
+    lists_in_system: bool = field(default=False, kw_only=True)
 
     def new_id(self) -> str:
         """An id for a call."""
         return self.id_prefix + "".join(secrets.choice(_LETTERS) for _ in range(self.id_length))
 
+    @property
+    def shown_marks(self) -> tuple[str, ...]:
+        """The texts in calls that become tokens if the tokenizer has them."""
+        around = "".join([self.opener, self.separator or "", self.closer, *self.other_openers])
+        return (*(mark for mark in self.marks if mark in around), *self.tokens)
+
     def write(self, calls: Sequence[Call]) -> str:
         """The text of calls."""
-        texts = [f'{{"name": {json.dumps(call.name)}, "{self.key}": {call.arguments}}}' for call in calls]
+        texts = [self._write_call(call, number) for number, call in enumerate(calls)]
         return self.opener + (self.separator or "").join(texts) + self.closer
 
-    def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    def _write_call(self, call: Call, number: int) -> str:
+        id_ = f'"{self.id_key}": "{number}", ' if self.id_key else ""
+        return f'{{{id_}"{self.name_key}": {json.dumps(call.name)}, "{self.key}": {call.arguments}}}'
+
+    def messages(self, messages: Sequence[Message], tools: Sequence[Tool], template: str = "") -> list[Message]:
         """Rewrites a conversation for a template without tools: the system message describes the tools, calls become
-        text, and results become messages of the user. For other templates it changes only ids, if these are too long.
+        text, and results become messages of the user. For a template that takes tools but no calls, calls become text,
+        too. For other templates it changes only ids, if these are too long.
         """
+        if self.results_role and "tool_calls" not in template:
+            return self._spelled(messages, tools)
         if self.make_instructions is None:
             return list(messages) if self.id_prefix else [self._with_ids(message) for message in messages]
         found: list[Message] = [_as_text(self, message) for message in messages]
@@ -73,6 +95,21 @@ class ToolFormat:
         if found and found[0]["role"] == "system":
             return [{**found[0], "content": f"{found[0]['content']}\n\n{instructions}"}, *found[1:]]
         return [{"role": "system", "content": instructions}, *found]
+
+    def _spelled(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+        """The conversation for a template that does not render calls."""
+        found: list[Message] = []
+        for message in messages:
+            if message["role"] == "tool":
+                found.append({"role": self.results_role, "content": message.get("content") or ""})
+            else:
+                found.append(_as_text(self, message))
+        if not tools or not self.lists_in_system:
+            return found
+        listed = json.dumps([tool.for_template()["function"] for tool in tools], ensure_ascii=False)
+        if found and found[0]["role"] == "system":
+            return [{**found[0], "tools": listed}, *found[1:]]
+        return [{"role": "system", "content": "You are a helpful assistant with some tools.", "tools": listed}, *found]
 
     def _with_ids(self, message: Message) -> Message:
         """Shortens the ids of a message to the length that the template demands. Ids of other servers may be longer."""
@@ -109,14 +146,14 @@ class ToolFormat:
         calls = " ".join(["call", f"({' '.join([*separator, 'call'])})*" if several else "", *closer])
         rules = [
             "call: " + " | ".join(f"call_{place}" for place in range(len(wanted))),
-            *(self._rules(place, tool, choice) for place, tool in enumerate(wanted)),
+            *(self._rules(place, tool, choice, token_of) for place, tool in enumerate(wanted)),
         ]
         if choice.mode == "required":
             start = [f"start: {' '.join(opener)} {calls}"]
         elif constraint is not None:
             start = [f"start: {' '.join(opener)} {calls} | form", f"form: {constraint}"]
         elif not opener:
-            start = [f"start: {calls} | OTHER", r"OTHER: /[ \n]*([^{ \n](.|\n)*)?/"]
+            start = [f"start: {calls} | OTHER", f"OTHER: {self._other(wanted)}"]
         else:
             first, *_ = self._pieces(self.opener)
             if token_of(first) is None:
@@ -156,26 +193,40 @@ class ToolFormat:
 
     def _pieces(self, text: str) -> list[str]:
         """Splits a text at its marks, and keeps the marks."""
-        pieces = re.split("(" + "|".join(map(re.escape, self.marks)) + ")", text) if self.marks else [text]
+        marks = (*self.marks, *self.tokens)
+        pieces = re.split("(" + "|".join(map(re.escape, marks)) + ")", text) if marks else [text]
         return [piece for piece in pieces if piece]
 
-    def _rules(self, place: int, tool: Tool, choice: ToolChoice) -> str:
-        given = tool.arguments if choice.mode == "required" or tool.strict else {"type": "object"}
-        schema = json.dumps(schemas.prepare_schema(given))
-        head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{self.key}": ')
-        return f'call_{place}: {head} arguments_{place} "}}"\narguments_{place}: %json {schema}'
+    def _other(self, tools: Sequence[Tool]) -> str:
+        """An answer that is not calls, as a term of Lark, in a format whose calls have no opener."""
+        return r"/[ \n]*([^{ \n](.|\n)*)?/"
+
+    def _schema(self, tool: Tool, choice: ToolChoice) -> Any:
+        """The schema that arguments must fit, prepared."""
+        return schemas.prepare_schema(
+            tool.arguments if choice.mode == "required" or tool.strict else {"type": "object"}
+        )
+
+    def _rules(self, place: int, tool: Tool, choice: ToolChoice, token_of: TokenOf) -> str:
+        schema = json.dumps(self._schema(tool, choice))
+        head = json.dumps(f'"{self.name_key}": {json.dumps(tool.name)}, "{self.key}": ')
+        begin = json.dumps("{" + (f'"{self.id_key}": "' if self.id_key else ""))
+        id_ = r'/[0-9]{1,3}/ "\", "' if self.id_key else ""
+        return f'call_{place}: {begin} {id_} {head} arguments_{place} "}}"\narguments_{place}: %json {schema}'
+
+
+def calls_of(message: Message) -> list[Call]:
+    """The calls of an earlier answer. Their arguments may be given as an object or as its text."""
+    given = [(call.get("id", ""), call["function"]) for call in message.get("tool_calls") or ()]
+    return [Call(id_, function["name"], _written(function.get("arguments", {}))) for id_, function in given]
 
 
 def _written(arguments: Any) -> str:
-    """Arguments as JSON text, given as an object or as that text."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _as_text(format_: ToolFormat, message: Message) -> dict[str, Any]:
-    calls = [
-        Call(call.get("id", ""), call["function"]["name"], _written(call["function"].get("arguments", {})))
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = calls_of(message)
     content = message.get("content") or ""
     if message["role"] == "tool":
         result = json.dumps({"tool_call_id": message.get("tool_call_id"), "result": content}, ensure_ascii=False)

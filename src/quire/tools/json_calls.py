@@ -13,7 +13,10 @@ KEYS = ("arguments", "parameters", "args", "input")
 STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 """A JSON string, as a regular expression. Needs re.DOTALL."""
 
-_REDUNDANT = frozenset({"type", "id", "call_id", "index"})
+NAME_KEYS = ("name", "function", "tool_name")
+"""Keys under which models write a function's name."""
+
+_REDUNDANT = frozenset({"type", "id", "call_id", "tool_call_id", "index"})
 """Members of a call that a caller does not need."""
 
 _KEY = re.compile(rf"\s*({STRING})\s*:\s*(?=\S)", re.DOTALL)
@@ -103,7 +106,7 @@ def parse_call(text: str, keys: Sequence[str] = KEYS) -> ParsedCall | None:
 
 
 def _call(members: list[tuple[str, str, str]], keys: Sequence[str]) -> ParsedCall | None:
-    names = [value for wanted in ("name", "function") for key, value, _ in members if key == wanted]
+    names = [value for wanted in NAME_KEYS for key, value, _ in members if key == wanted]
     if not names or (name := decoded(names[0])) is None:
         return None
     arguments, others = "", list[str]()
@@ -118,7 +121,7 @@ def _call(members: list[tuple[str, str, str]], keys: Sequence[str]) -> ParsedCal
 def _inner_call(members: list[tuple[str, str, str]], keys: Sequence[str]) -> ParsedCall | None:
     """A call as APIs write it: {"type": "function", "function": {"name": ..., "arguments": ...}}."""
     inner = [value for key, value, _ in members if key == "function"]
-    if len(inner) != 1 or not inner[0].startswith("{") or {key for key, _, _ in members} & {"name", *keys}:
+    if len(inner) != 1 or not inner[0].startswith("{") or {key for key, _, _ in members} & {"name", "tool_name", *keys}:
         return None
     call = _call(list(_members(inner[0])), keys)
     if call is None:
@@ -133,7 +136,7 @@ def _inner_call(members: list[tuple[str, str, str]], keys: Sequence[str]) -> Par
 
 def is_redundant(key: str, value: str, name: str, keys: Sequence[str]) -> bool:
     """Whether a member of a call with this name can be dropped, because it repeats the name or is empty or metadata."""
-    if key in ("name", "function"):
+    if key in NAME_KEYS:
         return value == "null" or decoded(value) == name
     if key in keys:
         return arguments_of(value) == ""
@@ -146,7 +149,7 @@ def may_be_redundant(begins: str, keys: Sequence[str]) -> bool:
     begins  the beginning of its text, such as `"id": "x`
     """
     key = begins[1:].partition('"')
-    dropped = {"name", "function", *keys, *_REDUNDANT}
+    dropped = {*NAME_KEYS, *keys, *_REDUNDANT}
     return key[0] in _REDUNDANT if key[1] else any(each.startswith(key[0]) for each in dropped)
 
 

@@ -18,6 +18,7 @@ from quire.tools.json_calls import (
     parse_call,
     scalar_end,
 )
+from quire.tools.spacing import TextSpacing
 
 HEAD_CHARS = 4096
 """Maximum number of characters up to the beginning of a call's arguments."""
@@ -83,7 +84,9 @@ class CallParser:
         self._most_opener = max(map(len, self._openers), default=0)
         self._seps = self._separators()
         self._keys = (format_.key,) if is_exact else (format_.key, *KEYS)
-        head = rf'\{{\s*"name"\s*:\s*({STRING})\s*,\s*"(?:{"|".join(self._keys)})"\s*:\s*'
+        id_ = rf'(?:"{format_.id_key}"\s*:\s*(?:{STRING}|\d+)\s*,\s*)?' if format_.id_key else ""
+        name, keys = "|".join({format_.name_key: None, "name": None}), "|".join(self._keys)
+        head = rf'\{{\s*{id_}"(?:{name})"\s*:\s*({STRING})\s*,\s*"(?:{keys})"\s*:\s*'
         self._head = re.compile(head, re.DOTALL)
         # Empty arguments are not streamed if the call continues: another key may have the real arguments.
         self._filled = re.compile(r"\{" if is_exact else r'\{\s*(?:"|\}\s*[^\s,}])')
@@ -94,16 +97,12 @@ class CallParser:
         self._num_chars = 0  # of the answer
         self._num_again, self._seen_to = 0, 0  # characters read again, and the farthest position read in the answer
         self._raw = ""  # text of a call that has just begun, opener included
-        self._blank: list[str] = []  # blanks at the end of the text so far
-        self._before = ""  # blanks between the last text and the call after it
-        self._behind: list[str] = []  # blanks after the last call
-        self._is_behind = False  # whether the last part was a call
+        self._spacing = TextSpacing()
         self._has_called = False  # whether there was a call
         self._name = ""  # of the last call
         self._is_dropped = False  # whether the call exceeds the maximum
         self._is_bare = False  # whether a possible call has no opener but its brace
         self._num_lists = 0  # open lists around calls, in a format without lists
-        self._has_text = False  # whether there was text
         self._has_others = False  # whether members of the last call were text
         self._is_start = format_.at_start
         self._is_unsure = True  # whether a call's arguments may follow its name directly
@@ -148,7 +147,7 @@ class CallParser:
         found: list[AnswerDelta] = []
         while self._steps[self._state](found):
             pass
-        return _joined(found)
+        return joined(found)
 
     @property
     def is_cut(self) -> bool:
@@ -177,11 +176,9 @@ class CallParser:
         is_syntax = self._is_exact and not self._is_either and self._is_syntax(left.strip())
         if self._state in ("head", "text") and not is_syntax:
             self._say(left, found)
-            if self._blank:
-                found.append(TextDelta("".join(self._blank)))
-        self._held = self._raw = ""
-        self._at, self._blank = 0, []
-        return _joined(found)
+            self._spacing.end(found)
+        self._held, self._raw, self._at = "", "", 0
+        return joined(found)
 
     def _taken_later(self) -> str:
         text = "".join(self._later)
@@ -190,7 +187,7 @@ class CallParser:
 
     def _is_syntax(self, left: str) -> bool:
         """Whether the remaining text belongs to a call that was cut off: a grammar allows nothing else there."""
-        begins = not self._has_text and any(opener.startswith(left) for opener in self._openers)
+        begins = not self._spacing.has_text and any(opener.startswith(left) for opener in self._openers)
         return bool(left) and (self._state == "head" or begins or any(mark in left for mark in self._format.marks))
 
     # ---- states: each takes what it can of the held text, and says whether there may be more to take ----------------
@@ -212,23 +209,22 @@ class CallParser:
             return True
         begin, keep = max(self._at, len(self._held) - self._most_opener), 0
         if self._opener_begins.search(self._held, begin) is not None:
-            keep = max(_overlap(self._held[begin:], opener) for opener in self._openers)
+            keep = max(overlap(self._held[begin:], opener) for opener in self._openers)
         self._take_text(len(self._held) - keep, found)
         return False
 
     def _plain_step(self, found: list[AnswerDelta]) -> bool:
         self._say(self._raw + self._held[self._at :], found)
-        found.append(TextDelta("".join(self._blank)))
-        self._held = self._raw = ""
-        self._at, self._blank = 0, []
+        self._spacing.end(found)
+        self._held, self._raw, self._at = "", "", 0
         return False
 
     def _may_begin(self) -> bool:
         """Whether the text so far allows a call to begin here."""
-        if self._has_text or self._blank:
+        if not self._spacing.is_empty:
             return False
         held = self._held[self._at :]
-        held = held.lstrip() if self._is_behind else held
+        held = held.lstrip() if self._spacing.is_behind else held
         return any(opener.startswith(held) or held.startswith(opener) for opener in self._openers)
 
     def _head_step(self, found: list[AnswerDelta]) -> bool:
@@ -237,7 +233,7 @@ class CallParser:
         opening = _BLANKS if self._is_start or self._is_exact else _OPENING
         end, most = _end(opening, self._held, self._at), self._at + HEAD_CHARS - len(self._raw)
         part = self._held[self._at : min(end, most)]
-        if not self._format.opener.endswith("["):
+        if not self._format.opener.rstrip().endswith("["):
             self._num_lists += part.count("[")
         self._raw, self._at = self._raw + part, self._at + len(part)
         if end > most:
@@ -371,9 +367,8 @@ class CallParser:
         self._scan, self._is_unsure, self._is_waiting = JsonScanner(), True, False
 
     def _begin(self, name: str, found: list[AnswerDelta]) -> None:
-        if self._has_text:
-            self._before = self._before or "".join(self._blank)
-        self._raw, self._blank, self._behind, self._is_behind, self._has_called = "", [], [], True, True
+        self._spacing.begin_call()
+        self._raw, self._has_called = "", True
         self._name, self._has_others = name, False
         self._is_dropped = self.num_calls == self._most
         if not self._is_dropped:
@@ -414,25 +409,8 @@ class CallParser:
         self._at = end
 
     def _say(self, text: str, found: list[AnswerDelta]) -> None:
-        """Adds text. Holds back blanks at its end, because a call may follow. Between two texts it keeps the blanks
-        before the first call or those after the last call: those with more lines, else the longer ones.
-        """
-        if self._is_behind:
-            begun = text.lstrip()
-            self._behind.append(text[: len(text) - len(begun)])
-            text = begun
-        kept = text.rstrip()
-        blank = [text[len(kept) :]] if len(text) > len(kept) else []
-        if not kept:
-            self._blank += blank
-            return
-        kept = "".join(self._blank) + kept
-        self._blank = blank
-        if self._is_behind and self._has_text:
-            behind = "".join(self._behind)
-            kept = max(self._before, behind, key=lambda blanks: (blanks.count("\n"), len(blanks))) + kept
-        self._before, self._is_behind, self._has_text = "", False, True
-        found.append(TextDelta(kept))
+        """Adds text."""
+        self._spacing.add(text, found)
 
 
 def _end(pattern: re.Pattern[str], text: str, begin: int) -> int:
@@ -441,13 +419,13 @@ def _end(pattern: re.Pattern[str], text: str, begin: int) -> int:
     return -1 if match is None else match.end()
 
 
-def _overlap(text: str, opener: str) -> int:
+def overlap(text: str, opener: str) -> int:
     """Length of the longest suffix of `text` that is a prefix of `opener`."""
     most = min(len(text), len(opener) - 1)
     return next((count for count in range(most, 0, -1) if text.endswith(opener[:count])), 0)
 
 
-def _joined(parts: list[AnswerDelta]) -> list[AnswerDelta]:
+def joined(parts: list[AnswerDelta]) -> list[AnswerDelta]:
     """Merges neighbouring pieces of the same text."""
     if len(parts) < 2:
         return parts

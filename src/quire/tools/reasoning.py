@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from quire.tools.calls import AnswerDelta, ReasoningDelta, TextDelta
@@ -11,15 +12,27 @@ from quire.tools.calls import AnswerDelta, ReasoningDelta, TextDelta
 class ReasoningFormat:
     """Two marks around reasoning at the beginning of an answer. A chat template of this format contains the second
     mark, and may write the first one into the prompt.
+
+    around  marks around the text of the answer; they are no part of it
+    known   text in a chat template that identifies the format; "": the second mark
     """
 
     name: str
     begins: str
     ends: str
+    around: tuple[str, ...] = ()
+    known: str = ""
 
 
 FORMATS = (
-    # DeepSeek R1 and what was distilled from it, Qwen 3, QwQ, SmolLM3.
+    # Granite 3.3. Its template explains all four marks.
+    ReasoningFormat("granite", "<think>", "</think>", around=("<response>", "</response>"), known="<response>"),
+    ReasoningFormat("granite-3.2", "Here is my thought process:", "Here is my response:"),
+    # Command R7B and Command A Reasoning.
+    ReasoningFormat(
+        "cohere", "<|START_THINKING|>", "<|END_THINKING|>", around=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    ),
+    # DeepSeek R1 and what was distilled from it, Qwen 3, QwQ, SmolLM3, OLMo 3 Think, GLM 4.5, Phi-4 reasoning.
     ReasoningFormat("think", "<think>", "</think>"),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
     ReasoningFormat("seed", "<seed:think>", "</seed:think>"),
@@ -28,7 +41,30 @@ FORMATS = (
 
 def reasoning_of(template: str) -> ReasoningFormat | None:
     """The reasoning format for a chat template; None if the model does not reason."""
-    return next((each for each in FORMATS if each.ends in template), None)
+    return next((each for each in FORMATS if (each.known or each.ends) in template), None)
+
+
+class MarkDropper:
+    """Drops marks from a text that arrives in pieces. The joined result does not depend on where the text was cut."""
+
+    def __init__(self, marks: tuple[str, ...]) -> None:
+        self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
+        self._begins = frozenset(mark[:end] for mark in marks for end in range(1, len(mark)))
+        self._longest = max(map(len, marks))
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """The text so far without marks. Holds back what may be the beginning of a mark."""
+        pieces = self._marks.split(self._held + text)
+        last = pieces[-1]
+        keep = next((n for n in range(min(len(last), self._longest - 1), 0, -1) if last[-n:] in self._begins), 0)
+        self._held = last[len(last) - keep :]
+        return "".join([*pieces[:-1], last[: len(last) - keep]])
+
+    def flush(self) -> str:
+        """Ends the text. Returns what was held back."""
+        text, self._held = self._held, ""
+        return text
 
 
 class ReasoningParser:
