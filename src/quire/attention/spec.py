@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -63,17 +63,6 @@ Angles = tuple["torch.Tensor", "torch.Tensor"]
 """Cosines and sines, float32 [positions, D / 2] each. A channel that is not rotated has cosine 1 and sine 0."""
 
 
-class AlikeLayers(NamedTuple):
-    """The numbers of layers that are all alike."""
-
-    num_kv_heads: int
-    group_size: int
-    head_dim: int
-    window: int | None
-    cos: torch.Tensor | None
-    sin: torch.Tensor | None
-
-
 @dataclass(frozen=True)
 class AttentionSpec:
     """The arguments from which a backend is built.
@@ -113,27 +102,6 @@ class AttentionSpec:
         """The same layers, with their angles and another table on the host."""
         rotations = tuple((cos.cpu(), sin.cpu()) for cos, sin in self.rotations)
         return replace(self, table=table, rotations=rotations)
-
-    @cached_property
-    def only(self) -> AlikeLayers:
-        """The numbers of all layers, for code that knows layers of one kind only, without scales or soft caps."""
-        scoring = self.layers[0].scoring
-        assert scoring == Scoring(scoring.window), "the layers have a scale or a soft cap"
-        return self.alike
-
-    @cached_property
-    def alike(self) -> AlikeLayers:
-        """The numbers of all layers, for code that knows layers of one kind only."""
-        first = self.layers[0]
-        alike = {replace(each, first_lane=0) for each in self.layers}
-        assert len(alike) == 1, "the layers are of several kinds"
-        return AlikeLayers(
-            first.num_kv_heads,
-            first.group_size,
-            first.head_dim,
-            first.scoring.window,
-            *(self.angles(0) or (None, None)),
-        )
 
 
 def equal_layers(
