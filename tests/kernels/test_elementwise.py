@@ -37,6 +37,16 @@ def test_norms_equal_torch(rows: int, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), SIZES[:-1])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layer_norms_equal_torch(rows: int, width: int, has_bias: bool, dtype: torch.dtype) -> None:
+    x, weight = random(rows, width, dtype=dtype) * 3 + 5, random(width, dtype=dtype, seed=1)
+    bias = random(width, dtype=dtype, seed=2) if has_bias else None
+    expected = TorchOps().layer_norm(x.double(), weight.double(), None if bias is None else bias.double(), 1e-5)
+    assert relative_rms(CpuOps().layer_norm(x, weight, bias, 1e-5), expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_of_heads_inside_a_wider_row(dtype: torch.dtype) -> None:
     fused = random(5, 12 * 16, dtype=dtype)
     heads = fused.view(5, 12, 16)[:, 3:7]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from quire.attention.cpu import CpuAttention
 from quire.engine.params import SamplingParams
 from quire.kernels import runtime
 from quire.models.decoder import Decoder
+from quire.models.ffn.plain import PlainShape
 from quire.models.weights import Checkpoint, open_model
 from tests.engines import drain, make_engine
 from tests.kernels.harness import Shape, make_spec
@@ -95,6 +97,13 @@ def test_a_thread_count_that_changes_meanwhile_changes_nothing() -> None:
 )
 def test_the_stack_equals_the_layers_one_by_one(family: str, changes: dict[str, Any]) -> None:
     shape = tiny_shape(family, head_dim=16, hidden_size=48, ffn_size=40, **changes)
+    assert answers(shape, stacked=True) == answers(shape, stacked=False)
+
+
+def test_the_stack_squares_activations() -> None:
+    shape = tiny_shape("opt", head_dim=16, hidden_size=48, ffn_size=40)
+    squared = PlainShape(ffn_size=40, activation="relu-squared", bias=True)
+    shape = replace(shape, layers=tuple(replace(layer, ffn=squared) for layer in shape.layers))
     assert answers(shape, stacked=True) == answers(shape, stacked=False)
 
 

@@ -90,31 +90,6 @@ void layer_norm(const void* x, const void* weight, const void* bias, float eps, 
     });
 }
 
-// The product is rounded before it is added, as a separate step would.
-template <class T>
-void add_scaled(const void* x, float scale, void* sum, int64_t rows, int64_t width) {
-    parallel_for(rows, grain_for(rows, width), [&](int64_t r) {
-        const T* source = static_cast<const T*>(x) + r * width;
-        T* y = static_cast<T*>(sum) + r * width;
-        for (int64_t i = 0; i < width; i++) {
-            T scaled;
-            narrow(&scaled, widen(source[i]) * scale);
-            narrow(y + i, widen(y[i]) + widen(scaled));
-        }
-    });
-}
-
-template <class T>
-void activate_rows(int activation, void* x, int64_t rows, int64_t width) {
-    parallel_for(rows, grain_for(rows, width), [&](int64_t r) {
-        T* y = static_cast<T*>(x) + r * width;
-        for (int64_t i = 0; i < width; i++) {
-            const float v = widen(y[i]) > 0 || widen(y[i]) != widen(y[i]) ? widen(y[i]) : 0.0f;   // NaN stays
-            narrow(y + i, activation == RELU_SQUARED ? v * v : v);
-        }
-    });
-}
-
 template <class T>
 void gated(int64_t activation, const void* gate_up, int64_t rows, int64_t width, void* out) {
     parallel_for(rows, grain_for(rows, width), [&](int64_t r) {
@@ -208,18 +183,34 @@ QUIRE_API void quire_layer_norm(int kind, const void* x, const void* weight, con
     else layer_norm<f16>(x, weight, bias, eps, rows, width, out);
 }
 
-// sum += scale * x, both [rows, width]
-QUIRE_API void quire_add_scaled(int kind, const void* x, float scale, void* sum, int64_t rows, int64_t width) {
-    if (kind == DENSE_BF16) add_scaled<bf16>(x, scale, sum, rows, width);
-    else if (kind == DENSE_F32) add_scaled<float>(x, scale, sum, rows, width);
-    else add_scaled<f16>(x, scale, sum, rows, width);
+// bf16 [rows, width]: sum += scale * x. The product is rounded before it is added, as a separate step would.
+QUIRE_API void quire_add_scaled(const void* x, float scale, void* sum, int64_t rows, int64_t width) {
+    parallel_for(rows, grain_for(rows, width), [&](int64_t r) {
+        const bf16* source = static_cast<const bf16*>(x) + r * width;
+        bf16* y = static_cast<bf16*>(sum) + r * width;
+        int64_t i = 0;
+        for (; i + VL <= width; i += VL) {
+            bf16 scaled[VL];
+            store(scaled, load(source + i) * scale);
+            store(y + i, load(y + i) + load(scaled));
+        }
+        for (; i < width; i++) {
+            bf16 scaled;
+            narrow(&scaled, widen(source[i]) * scale);
+            narrow(y + i, widen(y[i]) + widen(scaled));
+        }
+    });
 }
 
-// x [rows, width], in place. activation: an Activation
-QUIRE_API void quire_activate(int kind, int activation, void* x, int64_t rows, int64_t width) {
-    if (kind == DENSE_BF16) activate_rows<bf16>(activation, x, rows, width);
-    else if (kind == DENSE_F32) activate_rows<float>(activation, x, rows, width);
-    else activate_rows<f16>(activation, x, rows, width);
+// bf16 x [rows, width], in place. activation: an Activation. NaN stays NaN.
+QUIRE_API void quire_activate(int activation, void* x, int64_t rows, int64_t width) {
+    parallel_for(rows, grain_for(rows, width), [&](int64_t r) {
+        bf16* y = static_cast<bf16*>(x) + r * width;
+        for (int64_t i = 0; i < width; i++) {
+            const float v = widen(y[i]) < 0 ? 0.0f : widen(y[i]);
+            narrow(y + i, activation == RELU_SQUARED ? v * v : v);
+        }
+    });
 }
 
 // bf16 q [rows, heads, width] with a row stride -> out, dense, which may be q. Multiplies by channel_scales [width], if there are any; then, if step

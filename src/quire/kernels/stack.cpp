@@ -81,7 +81,7 @@ struct LayerRun {
             quire_add_norm(DENSE_BF16, r.out, width(), r.residual, in_norm.weight, static_cast<float>(kind.eps), rows, 1, width(), r.x);
             return r.x;
         }
-        quire_add_scaled(DENSE_BF16, r.out, scale, r.residual, rows, width());
+        quire_add_scaled(r.out, scale, r.residual, rows, width());
         if (!in_norm.weight) return r.residual;
         norm(in_norm, r.residual, r.x);
         return r.x;
@@ -116,7 +116,7 @@ struct LayerRun {
         const bool is_apart = layer.gate && !layer.up.gated;
         product(layer.up, x, is_apart ? r.wide : r.inner, &layer.down);
         if (is_apart) quire_gated(DENSE_BF16, static_cast<int>(layer.gate), r.wide, rows, layer.down.inputs, r.inner);
-        if (!layer.gate) quire_activate(DENSE_BF16, static_cast<int>(layer.activation), r.inner, rows, layer.down.inputs);
+        if (!layer.gate) quire_activate(static_cast<int>(layer.activation), r.inner, rows, layer.down.inputs);
         product(layer.down, r.inner, out, next);
     }
 
@@ -127,7 +127,7 @@ struct LayerRun {
         mixer(index, x);
         if (layer.parallel) {
             ffn(x, r.beside, next);
-            quire_add_scaled(DENSE_BF16, r.beside, 1, r.out, rows, width());
+            quire_add_scaled(r.beside, 1, r.out, rows, width());
         } else {
             x = add(layer.attn_out, layer.sums ? StackNorm{} : layer.mlp);
             if (layer.sums) norm(layer.attn, r.residual, r.residual);

@@ -367,7 +367,7 @@ def host_timer(spec: AttentionSpec, max_context: int, num_bytes: int) -> Attenti
     ledger = PageLedger(num_bytes // table.ledger.slab_bytes * table.ledger.slab_bytes, table.ledger.slab_bytes)
     sealed = (table.sealed_codec,) if table.encodes else ()
     pages = ChunkTable(
-        ledger, spec.num_layers, spec.only.num_kv_heads, table.open_codec, *sealed, sinks=table.sinks,
+        ledger, *table.shape, table.open_codec, *sealed, sinks=table.sinks,
         arena=Arena(ledger.num_bytes),
     )  # fmt: skip
     spec = spec.on_host(pages)
