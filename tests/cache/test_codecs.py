@@ -166,7 +166,7 @@ class TestToy:
         (codec,) = (each for each in settings_of(CacheConfig) if each.key == "cache.codec")
         assert codec.doc.endswith(" byte: a byte a number and a scale a vector, without calibration.")
 
-    @pytest.mark.parametrize(("head_dim", "nearest"), [(16, "nuq4"), (12, "g4"), (512, "dense")])
+    @pytest.mark.parametrize(("head_dim", "nearest"), [(16, "nuq4"), (12, "g4"), (512, "g4"), (514, "dense")])
     def test_is_refused_by_a_backend_without_a_case(self, head_dim: int, nearest: str) -> None:
         for name in CODECS.keys() - {DENSE, "nuq4", "g4"}:
             del CODECS[name]
@@ -180,9 +180,9 @@ class TestToy:
                 resolve(config_of(**{"attention.backend": backend}), tiny_shape(head_dim=head_dim))
 
     def test_is_refused_for_heads_that_it_cannot_store(self) -> None:
-        said = "byte stores heads whose size is a multiple of 2 up to 256, not 258; use cache.codec dense"
+        said = "byte stores heads whose size is a multiple of 2 up to 256, not 514; use cache.codec dense"
         with pytest.raises(ConfigError, match=said):
-            resolve(config_of(**{"attention.backend": "reference"}), tiny_shape(head_dim=258))
+            resolve(config_of(**{"attention.backend": "reference"}), tiny_shape(head_dim=514))
 
     def test_is_loaded_checked_inspected_and_evaluated(self, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
         monkeypatch.setattr("quire.calibrate.settings.cache_folder", lambda: tmp_path / "cache" / "models")

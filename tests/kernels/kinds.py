@@ -181,6 +181,16 @@ class Twins:
             table.masks[chunk] = masks[lanes].reshape(table.masks.shape[1:])
             table.takes[chunk] += 1
 
+    def place(self, name: int, index: int, random: np.random.Generator) -> None:
+        """Gives the slots of a chunk of a sequence positions of their own before its end, others in each lane."""
+        mine, *others = (prompts.spec.table for prompts in self.prompts)
+        chunk = self.prompts[0].sequences.chunks[name][index]
+        end = (index + 1) * PAGE_TOKENS
+        positions = np.sort(random.integers(0, end, (self._starts[-1], PAGE_TOKENS)), axis=1).astype(np.int32)
+        for table, lanes in ((mine, slice(None)), *((table, self.lanes(i)) for i, table in enumerate(others))):
+            rows = np.full(len(positions[lanes]), chunk)
+            table.store_positions((rows, *np.divmod(np.arange(len(rows)), len(rows))), positions[lanes])
+
     def step(self, rows: Sequence[tuple[int, int, int | None]], *, moves: bool = False) -> None:
         """Runs a step on both and compares outputs, sums and recovery.
 

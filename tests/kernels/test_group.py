@@ -31,7 +31,7 @@ def check(dim: int, k: torch.Tensor, v: torch.Tensor, key_bias: torch.Tensor | N
         assert torch.equal(fast, plain)
 
 
-@combine(dtype=DTYPES, dim=[2, 8, 16, 62, 64, 66, 72, 80, 96, 128, 130, 256], kind=KINDS)
+@combine(dtype=DTYPES, dim=[2, 8, 16, 62, 64, 66, 72, 80, 96, 128, 130, 256, 320, 512], kind=KINDS)
 def test_kernels_write_the_bytes_of_the_definition(kind: str, dim: int, dtype: torch.dtype, seed: int) -> None:
     check(dim, *vectors(kind, (2, 3, PAGE_TOKENS, dim), dtype, seed))
 

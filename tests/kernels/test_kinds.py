@@ -133,6 +133,19 @@ def test_every_lane_has_its_own_mask(codec: str | None, dtype: torch.dtype) -> N
     twins.step([(1, 1, 0), (0, 1, 0)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("codec", ["g4 biased", "nuq3"])
+def test_slots_with_positions_of_their_own_are_rotated_as_their_layer_says(codec: str, dtype: torch.dtype) -> None:
+    random = np.random.default_rng(0)
+    layers = [Layer(heads=2), Layer(heads=2, theta=30.0, soft_cap=2.0), Layer(theta=None), Layer(group=12, theta=30.0)]
+    twins = Twins(CpuAttention, layers, dtype, codec, sums=True)
+    twins.step([(0, 130, None), (1, 70, None)])
+    for name, index in ((0, 0), (0, 1), (1, 0)):
+        twins.place(name, index, random)
+    twins.step([(0, 1, None), (1, 1, None)])
+    twins.step([(0, 20, None), (1, 1, 0)])
+
+
 @pytest.mark.parametrize("codec", [None, "g4"])
 @pytest.mark.parametrize("layers", [WINDOWS, SHAPES, PROFILED], ids=["windows", "shapes", "capped"])
 def test_values_are_chosen_in_layers_of_all_kinds(layers: list[Layer], codec: str | None) -> None:

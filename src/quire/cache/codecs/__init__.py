@@ -171,7 +171,7 @@ CODECS: dict[str, CodecRow] = {
             about="4 bits in groups of 64, without calibration",
             place="quire.cache.codecs.group:GroupCodec",
             bits=4,
-            head_dims=range(2, 257, 2),
+            head_dims=range(2, 513, 2),
             cases={"cpu": "quire.attention.group:KeyBiases", "triton": "quire.attention.encoded:group_tables"},
         ),
     )
