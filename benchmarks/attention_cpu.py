@@ -79,8 +79,10 @@ def attending(spec: AttentionSpec, slices: list[RowSlice]) -> Callable[[int], ob
     """Attention of one layer by our kernel, on pages."""
     plan = CpuAttention(spec).plan(slices)
     rows = sum(piece.num_rows for piece in slices)
-    q = torch.randn(rows, spec.only.num_kv_heads * spec.only.group_size, spec.only.head_dim).to(spec.dtype)
-    k, v = (torch.randn(rows, spec.only.num_kv_heads, spec.only.head_dim).to(spec.dtype) for _ in range(2))
+    q = torch.randn(rows, spec.layers[0].num_kv_heads * spec.layers[0].group_size, spec.layers[0].head_dim).to(
+        spec.dtype
+    )
+    k, v = (torch.randn(rows, spec.layers[0].num_kv_heads, spec.layers[0].head_dim).to(spec.dtype) for _ in range(2))
 
     def run(layer: int) -> object:
         plan.write(layer, k, v)

@@ -124,11 +124,11 @@ def quire_seconds(
         launches = launches._replace(seeded=replace(launches.short, stages=stages))
         backend.kinds[0] = replace(backend.kinds[0], launches=launches)
     plan = backend.plan(rows)
-    queries = spec.only.num_kv_heads * spec.only.group_size
+    queries = spec.layers[0].num_kv_heads * spec.layers[0].group_size
     generator = torch.Generator("cuda").manual_seed(0)
-    size = len(rows), queries + 2 * spec.only.num_kv_heads, spec.only.head_dim
+    size = len(rows), queries + 2 * spec.layers[0].num_kv_heads, spec.layers[0].head_dim
     fused = torch.randn(size, generator=generator, device="cuda", dtype=DTYPE)
-    q, k, v = fused.split([queries, spec.only.num_kv_heads, spec.only.num_kv_heads], 1)
+    q, k, v = fused.split([queries, spec.layers[0].num_kv_heads, spec.layers[0].num_kv_heads], 1)
     assert plan.batch_size == len(rows), "rows are padded"
 
     def run() -> None:
@@ -227,9 +227,9 @@ def phase_seconds(spec: AttentionSpec, rows: list[RowSlice]) -> list[float]:
     backend = TritonAttention(spec)
     backend.overlaps = False
     plan = backend.plan(rows)
-    heads = spec.only.num_kv_heads
-    q = torch.randn(len(rows), heads * spec.only.group_size, spec.only.head_dim, device="cuda", dtype=DTYPE)
-    k, v = (torch.randn(len(rows), heads, spec.only.head_dim, device="cuda", dtype=DTYPE) for _ in range(2))
+    heads = spec.layers[0].num_kv_heads
+    q = torch.randn(len(rows), heads * spec.layers[0].group_size, spec.layers[0].head_dim, device="cuda", dtype=DTYPE)
+    k, v = (torch.randn(len(rows), heads, spec.layers[0].head_dim, device="cuda", dtype=DTYPE) for _ in range(2))
 
     def run() -> None:
         for layer in range(spec.num_layers):

@@ -102,7 +102,7 @@ class Prompt:
     def run(self, last_rows: int | None, *, peaks: bool = False) -> tuple[float, float]:
         """Seconds of the prefill, profiled unless last_rows is None; and of one `recovered`, 0 with `peaks` or None."""
         spec, table = self.spec, self.spec.table
-        shape = spec.num_layers, spec.only.num_kv_heads
+        shape = spec.num_layers, spec.layers[0].num_kv_heads
         assert table.sums is not None
         table.store_sums(self.sums, np.zeros((*shape, len(self.sums) * PAGE_TOKENS), np.float32))
         began = time.perf_counter()
@@ -132,10 +132,10 @@ def with_sums(spec: AttentionSpec, tokens: int) -> AttentionSpec:
     """The same spec with its own cache and column sums."""
     table = spec.table
     sealed = (table.sealed_codec,) if table.encodes else ()
-    pages = spec.num_layers * spec.only.num_kv_heads * (tokens // PAGE_TOKENS + 8)
+    pages = spec.num_layers * spec.layers[0].num_kv_heads * (tokens // PAGE_TOKENS + 8)
     ledger = PageLedger(2 * pages * (table.open_codec.page_bytes + SumsCodec.page_bytes))
     arena = Arena(ledger.num_bytes)
-    heads = spec.num_layers, spec.only.num_kv_heads
+    heads = spec.num_layers, spec.layers[0].num_kv_heads
     own = ChunkTable(ledger, *heads, table.open_codec, *sealed, sinks=table.sinks, sums=SumsCodec(), arena=arena)
     return dataclasses.replace(spec, table=own)
 

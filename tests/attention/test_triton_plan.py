@@ -217,7 +217,7 @@ def test_masks_are_mirrored_where_they_change() -> None:
     # What a path keeps is packed.
     path = Path(num_sealed=3, retention=PathRetention(sums=table.take(3, table.sums)))
     path.append(chunks)
-    everything = np.zeros((spec.num_layers, spec.only.num_kv_heads), np.uint8)
+    everything = np.zeros((spec.num_layers, spec.layers[0].num_kv_heads), np.uint8)
     path.retention.retained = RetainedTokens(PolicyChain(1.0, 0.5, 0.5), everything, 192)
     path.retention.retained.seal(0, 3)
     kept = np.random.default_rng(0).random(path.retention.retained.positions.shape) < 0.4

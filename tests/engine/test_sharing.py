@@ -410,7 +410,7 @@ def test_a_request_that_cannot_wait_ends_no_pin() -> None:
 def test_a_window_that_no_request_outgrows_is_none(window: int | None) -> None:
     engine = make_engine(tiny_shape("mistral", sliding_window=window))
     assert engine.max_context == 512
-    assert engine.runner.attention.spec.only.window == (4 if window == 4 else None)  # type: ignore[attr-defined]
+    assert engine.runner.attention.spec.layers[0].scoring.window == (4 if window == 4 else None)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

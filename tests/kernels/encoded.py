@@ -135,7 +135,7 @@ def bytes_of_pages(spec: AttentionSpec, chunk: int) -> list[NDArray[np.int64]]:
     found = [
         int(table.pages[chunk, layer, head]) * UNIT + np.arange(int(table.page_sizes(codec)[layer, head]))
         for layer in range(spec.num_layers)
-        for head in range(spec.only.num_kv_heads)
+        for head in range(spec.layers[0].num_kv_heads)
     ]
     if table.sidecars[chunk] >= 0:
         found.append(int(table.sidecars[chunk]) * UNIT + np.arange(table.sidecar_bytes))
@@ -176,7 +176,7 @@ def written(spec: AttentionSpec, slices: Sequence[RowSlice]) -> torch.Tensor:
                 chunk = piece.filled if index == piece.start // PAGE_TOKENS else -1
             if chunk >= 0:
                 low, high = max(0, piece.start - index * PAGE_TOKENS), min(PAGE_TOKENS, end - index * PAGE_TOKENS)
-                row = spec.only.head_dim * spec.dtype.itemsize
+                row = spec.layers[0].head_dim * spec.dtype.itemsize
                 for page in bytes_of_pages(spec, chunk):
                     for half in (0, PAGE_TOKENS):
                         mask[torch.from_numpy(page[(half + low) * row : (half + high) * row])] = True
@@ -306,15 +306,15 @@ def fill(spec: AttentionSpec, chunk: int, slots: int, generator: torch.Generator
     table = spec.table
     codec = table.codecs[int(table.kinds[chunk])]
     for layer in range(spec.num_layers):
-        k, v = torch.randn(2, spec.only.num_kv_heads, PAGE_TOKENS, spec.only.head_dim, generator=generator).to(
-            spec.dtype
-        )
+        k, v = torch.randn(
+            2, spec.layers[0].num_kv_heads, PAGE_TOKENS, spec.layers[0].head_dim, generator=generator
+        ).to(spec.dtype)
         if table.sinks is not None and table.sidecars[chunk] >= 0:
             rows = table.sinks.rows(table.arena, int(table.sidecars[chunk]), layer)
             for exact, part in zip(rows, (k, v), strict=True):
                 exact.copy_(part[:, : table.sinks.num_tokens])
         k[:, slots:] = v[:, slots:] = torch.nan
-        for head in range(spec.only.num_kv_heads):
+        for head in range(spec.layers[0].num_kv_heads):
             image = codec.encode(layer, head, k[head : head + 1], v[head : head + 1])
             size = int(table.page_sizes(codec)[layer, head])
             table.arena.store(table.pages[chunk, layer, head : head + 1], size, image)

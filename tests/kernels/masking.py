@@ -29,14 +29,16 @@ def hide(spec: AttentionSpec, chunks: NDArray[np.int32], random: np.random.Gener
     assert table.masks is not None
     arena = table.arena.data.view(spec.dtype)
     for chunk in chunks.tolist():
-        for layer, head in np.ndindex(spec.num_layers, spec.only.num_kv_heads):
+        for layer, head in np.ndindex(spec.num_layers, spec.layers[0].num_kv_heads):
             mask = random.integers(0, 2**64, dtype=np.uint64)
             kind = random.integers(4)
             one = np.uint64(1) << np.uint64(random.integers(PAGE_TOKENS))
             mask = (ALL_SLOTS, mask | one, one, np.uint64(0))[kind]
             seen = (mask >> np.arange(PAGE_TOKENS, dtype=np.uint64) & np.uint64(1)).astype(bool)
             at = int(table.pages[chunk, layer, head]) * 128 // spec.dtype.itemsize
-            page = arena[at : at + 2 * PAGE_TOKENS * spec.only.head_dim].view(2, PAGE_TOKENS, spec.only.head_dim)
+            page = arena[at : at + 2 * PAGE_TOKENS * spec.layers[0].head_dim].view(
+                2, PAGE_TOKENS, spec.layers[0].head_dim
+            )
             page[:, torch.from_numpy(~seen)] = torch.nan
             table.masks[chunk, layer, head] = mask
         table.takes[chunk] += 1

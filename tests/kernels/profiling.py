@@ -132,7 +132,7 @@ def recoveries(
     plan: AttentionPlan, spec: AttentionSpec, index: int, piece: RowSlice, random: np.random.Generator
 ) -> list[NDArray[np.float64]]:
     """Recovery of a slice under policies of which some keep nothing, and some everything; the last keeps all."""
-    shape, words = (spec.num_layers, spec.only.num_kv_heads), -(-(piece.start + piece.num_rows) // PAGE_TOKENS)
+    shape, words = (spec.num_layers, spec.layers[0].num_kv_heads), -(-(piece.start + piece.num_rows) // PAGE_TOKENS)
     found = []
     for _ in range(3):
         kept = random.integers(0, 2**64, (*shape, words), np.uint64) * random.integers(0, 2, (*shape, words), np.uint64)

@@ -79,7 +79,7 @@ def fill(spec: AttentionSpec, slices: list[RowSlice], seed: int) -> None:
     arena = spec.table.arena.data.view(spec.dtype)
     arena.fill_(torch.nan)
     generator = torch.Generator().manual_seed(seed)
-    page_elements = 2 * PAGE_TOKENS * spec.only.head_dim
+    page_elements = 2 * PAGE_TOKENS * spec.layers[0].head_dim
     stored: dict[int, int] = {}  # of each chunk, how many slots
     for piece in slices:
         for index, chunk in enumerate(piece.chunks[: -(-piece.start // PAGE_TOKENS)].tolist()):
@@ -87,9 +87,9 @@ def fill(spec: AttentionSpec, slices: list[RowSlice], seed: int) -> None:
     for chunk, slots in stored.items():
         for page in spec.table.pages[chunk].reshape(-1).tolist():
             at = page * 128 // spec.dtype.itemsize
-            body = arena[at : at + page_elements].view(2, PAGE_TOKENS, spec.only.head_dim)
+            body = arena[at : at + page_elements].view(2, PAGE_TOKENS, spec.layers[0].head_dim)
             body[:, :slots] = (
-                torch.randn(2, slots, spec.only.head_dim, generator=generator).to(spec.dtype).to(arena.device)
+                torch.randn(2, slots, spec.layers[0].head_dim, generator=generator).to(spec.dtype).to(arena.device)
             )
 
 
@@ -184,7 +184,7 @@ def merged(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
 def read_counts(backend: Any, spec: AttentionSpec, slices: list[RowSlice]) -> NDArray[np.int32]:
     """How often the kernels read each chunk in one step, int32 [C, H], all layers together."""
     fill(spec, slices, 0)
-    shape = spec.table.capacity, spec.only.num_kv_heads
+    shape = spec.table.capacity, spec.layers[0].num_kv_heads
     backend.reads = torch.zeros(shape, dtype=torch.int32, device=spec.table.arena.device)
     run(backend, spec, [slices], 0)
     return backend.reads.cpu().numpy()
@@ -201,7 +201,9 @@ def check_reads(make: MakeBackend, shape: Shape, num_rows: int, tile: int, devic
     common, own = slices[0].chunks[:10], np.concatenate([piece.chunks[10:] for piece in slices])
     assert (together[common] == spec.num_layers * times).all() and (alone[common] == spec.num_layers * num_rows).all()
     assert (together[own] == spec.num_layers).all() and (alone[own] == spec.num_layers).all()
-    assert together.sum() == spec.num_layers * spec.only.num_kv_heads * (10 * times + 3 * num_rows), "no page besides"
+    assert together.sum() == spec.num_layers * spec.layers[0].num_kv_heads * (10 * times + 3 * num_rows), (
+        "no page besides"
+    )
 
 
 def check_slots_of_a_step(make: MakeBackend, dtype: torch.dtype, *, group: int, dim: int, device: str = "cpu") -> None:

@@ -17,7 +17,7 @@ from quire.attention.cpu import CpuAttention
 from quire.attention.plan import lay_out
 from quire.attention.reference import ReferenceAttention
 from quire.attention.rows import RowSlice
-from quire.attention.spec import Scoring, equal_layers
+from quire.attention.spec import Scoring
 from quire.cache.path import Path
 from quire.kernels import runtime
 from tests.effort import combine, examples
@@ -135,7 +135,8 @@ def test_a_decode_plan_is_kept_while_nothing_but_positions_moves() -> None:
     assert backend.plans_built == 1
     assert backend.plan([RowSlice(12, 1, path.chunks)]) is not first and backend.plans_built == 2
     # With a window chunks leave a row's sight as it moves on.
-    windowed = CpuAttention(replace(spec, layers=equal_layers(1, *spec.only[:3], rotation=0, scoring=Scoring(8))))
+    (layer,) = spec.layers
+    windowed = CpuAttention(replace(spec, layers=(replace(layer, scoring=Scoring(8)),)))
     first = windowed.plan([RowSlice(70, 1, path.chunks)])
     assert windowed.plan([RowSlice(71, 1, path.chunks)], []) is not first
 

@@ -137,7 +137,7 @@ def test_tokens_that_change_places_are_attended_to_as_before(dtype: torch.dtype,
         encoded.fill(spec, chunk, PAGE_TOKENS, rows.generator)
     before = rows.row(old, count * PAGE_TOKENS + 20)
     moves = []
-    for layer, head in np.ndindex(spec.num_layers, spec.only.num_kv_heads):
+    for layer, head in np.ndindex(spec.num_layers, spec.layers[0].num_kv_heads):
         order = rows.random.permutation(count * PAGE_TOKENS)  # of slots of the new pages: which old one
         at, slots = np.divmod((order, np.arange(len(order))), PAGE_TOKENS)
         pages = spec.table.pages[np.stack((old[at[0]], new[at[1]])), layer, head]

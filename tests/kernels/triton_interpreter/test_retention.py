@@ -118,15 +118,15 @@ class Attending:
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
-        heads = spec.only.num_kv_heads * (spec.only.group_size + 2)
+        heads = spec.layers[0].num_kv_heads * (spec.layers[0].group_size + 2)
         generator = torch.Generator().manual_seed(0)
-        self.rows = torch.randn(spec.num_layers, 50, heads, spec.only.head_dim, generator=generator).to(spec.dtype)
+        self.rows = torch.randn(spec.num_layers, 50, heads, spec.layers[0].head_dim, generator=generator).to(spec.dtype)
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         found = []
         for layer, rows in enumerate(self.rows):
-            num_kv = self.spec.only.num_kv_heads
-            q, k, v = rows[tokens].split([num_kv * self.spec.only.group_size, num_kv, num_kv], 1)
+            num_kv = self.spec.layers[0].num_kv_heads
+            q, k, v = rows[tokens].split([num_kv * self.spec.layers[0].group_size, num_kv, num_kv], 1)
             plan.write(layer, k, v)
             found.append(plan.attend(layer, q)[: len(tokens)])
         return torch.cat(found, 1)

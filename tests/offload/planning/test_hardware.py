@@ -82,8 +82,8 @@ def test_attention_is_timed_on_the_engine_s_pages(tmp_path: Path, codec: str, sh
         far = hardware.host_timer(spec, 600, 48 * MIB)
         assert far.decode(3, 200) > 0
         beside: Any = far._beside
-        heads = 3 * spec.num_layers * spec.layers[0].num_kv_heads * spec.only.group_size
-        there, back = spec.only.head_dim * spec.dtype.itemsize, spec.only.head_dim * spec.dtype.itemsize + 4
+        heads = 3 * spec.num_layers * spec.layers[0].num_kv_heads * spec.layers[0].group_size
+        there, back = spec.layers[0].head_dim * spec.dtype.itemsize, spec.layers[0].head_dim * spec.dtype.itemsize + 4
         assert beside.bytes_crossed == heads * (there + back), "queries; outputs and their log-sum-exp"
         assert far.decoding(1).contexts == (32, 480)
 
