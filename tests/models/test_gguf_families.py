@@ -73,7 +73,7 @@ def test_converted_files_agree_with_transformers(family: str, changes: dict[str,
     """More tokens than windows and original contexts have."""
     folder = save_tiny(tmp_path / "model", family, tokenizer=False, **changes)
     model = load(convert(folder, tmp_path / "model.gguf"))
-    tokens = random_tokens(model.shape.vocab_size, min(100, model.shape.max_context), 0)
+    tokens = random_tokens(model.shape.vocab_size, min(64, model.shape.max_context), 0)
     expected = theirs(folder, tokens)
     assert expected.std() > 0.1, "logits too small for an absolute tolerance to mean anything"
     torch.testing.assert_close(prefill(model, tokens), expected, atol=1e-4, rtol=0)
