@@ -377,7 +377,7 @@ def write_gguf(
     kinds = {"": kind} if isinstance(kind, str) else kind
     writer = gguf.GGUFWriter(path, shape.architecture, split_max_tensors=split_tensors, small_first_shard=small_first)
     for key, value in (_gguf_settings(shape) | dict(extra or {})).items():
-        _add(writer, key, value)
+        add_setting(writer, key, value)
     expected = {}
     for name in shape.tensor_shapes:
         values = weights.tensor(name, torch.float32)
@@ -446,7 +446,8 @@ def _gguf_settings(shape: ModelShape) -> dict[str, Any]:
     return settings
 
 
-def _add(writer: Any, key: str, value: Any) -> None:
+def add_setting(writer: Any, key: str, value: Any) -> None:
+    """Add a setting to a GGUF file, of the type of its value."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

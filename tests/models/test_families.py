@@ -187,6 +187,24 @@ def test_scaling_in_a_gguf_is_read_as_llama_cpp_reads_it(scaling: dict[str, Any]
     assert shape_from_gguf(metadata, (), 100, {}).rope == Rope(theta=10000.0, dim=16, kind=kind, factor=factor)
 
 
+@pytest.mark.parametrize(
+    ("settings", "magnitude"),
+    [
+        ({}, 1 + 0.1 * math.log(4)),
+        ({"attn_factor": 1.5}, 1.5 * (1 + 0.1 * math.log(4))),
+        ({"yarn_attn_factor": 1.25}, 1.25),
+        ({"yarn_log_multiplier": 1.0}, 1.0),
+        ({"yarn_log_multiplier": 0.5}, (1 + 0.1 * math.log(4)) / (1 + 0.05 * math.log(4))),
+    ],
+)
+def test_yarn_in_a_gguf(settings: dict[str, Any], magnitude: float) -> None:
+    usual = {"type": "yarn", "factor": 4.0, "original_context_length": 32, "yarn_beta_fast": 16.0}
+    metadata = GGUF | {f"llama.rope.scaling.{key}": value for key, value in (usual | settings).items()}
+    rope = shape_from_gguf(metadata, (), 100, {}).rope
+    assert rope is not None and rope.magnitude == pytest.approx(magnitude)
+    assert (rope.kind, rope.factor, rope.original_context, rope.beta_fast) == ("yarn", 4.0, 32, 16.0)
+
+
 def test_frequency_factors_and_another_scaling_exclude_each_other() -> None:
     factors = (1.0,) * 8
     for harmless in ({}, {"llama.rope.scaling.type": "none"}, {"llama.rope.scaling.factor": 1.0}):
@@ -208,7 +226,7 @@ def test_a_frequency_factor_that_cannot_divide_is_refused(factor: float) -> None
     [
         ({"general.architecture": "gemma"}, "GGUF architecture 'gemma' is not supported"),
         ({"llama.expert_count": 8}, "mixtures of experts"),
-        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn' is not supported in a GGUF"),
+        ({"llama.rope.scaling.type": "ntk"}, "rope scaling 'ntk' is not supported in a GGUF"),
         ({"llama.rope.dimension_count": 8}, "rope rotates 8 of 16 channels"),
         ({"llama.attention.value_length": 8}, "different head size"),
         (

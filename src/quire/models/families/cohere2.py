@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quire.errors import ModelError
 from quire.models.families.config_reader import SLIDING, ConfigReader
-from quire.models.families.family import Family
-from quire.models.families.names import TensorNames
+from quire.models.families.family import Family, GgufFamily
+from quire.models.families.gguf_reader import GgufReader
+from quire.models.families.names import TensorNames, gguf_names
 from quire.models.norms import NormShape
 from quire.models.shape import ModelShape, NormPlaces
 
@@ -29,4 +32,17 @@ def _shape(read: ConfigReader) -> ModelShape:
     )
 
 
-FAMILY = Family("cohere2", _shape, TensorNames(interleaved=True))
+def _gguf_shape(read: GgufReader) -> ModelShape:
+    rope = read.rope()
+    turning, still = read.attention(rope), read.attention(None)
+    windows = read.windows(4)
+    return read.model(
+        [replace(turning, window=window) if window else still for window in windows],
+        norms=NormPlaces(parallel=True),
+        norm=NormShape(read.settings.number("attention.layer_norm_epsilon", least=0), "layer"),
+        logit_scale=read.settings.number("logit_scale"),
+    )
+
+
+_GGUF = GgufFamily("cohere2", _gguf_shape, gguf_names(interleaved=True))
+FAMILY = Family("cohere2", _shape, TensorNames(interleaved=True), gguf=_GGUF)

@@ -7,8 +7,9 @@ from typing import Any
 
 from quire.errors import ModelError
 from quire.models.families.config_reader import SLIDING, ConfigReader
-from quire.models.families.family import Family
-from quire.models.families.names import TensorNames
+from quire.models.families.family import Family, GgufFamily
+from quire.models.families.gguf_reader import GgufReader
+from quire.models.families.names import TensorNames, gguf_names
 from quire.models.shape import ModelShape, NormPlaces
 
 NAMES = TensorNames(
@@ -58,4 +59,33 @@ def _shape(read: ConfigReader) -> ModelShape:
     return gemma_model(read, mixers, soft_cap(read, "final_logit_softcapping", 30.0))
 
 
-FAMILY = Family("gemma2", _shape, NAMES)
+def gguf_scale(read: GgufReader, layers_of_27b: int) -> float:
+    """The factor of scores, which files lack: llama.cpp knows the model with 27 billion parameters by its layers."""
+    if read.num_layers == layers_of_27b:
+        return float((read.hidden_size // read.num_q_heads) ** -0.5)
+    return float(read.head_dim**-0.5)
+
+
+def gguf_model(read: GgufReader, mixers: list[Any], logit_cap: float | None) -> ModelShape:
+    """What Gemma 2 and 3 have in common."""
+    return read.model(
+        mixers,
+        ffn=read.gated("gelu-tanh"),
+        norms=NormPlaces(outputs=True),
+        embed_scale=math.sqrt(read.hidden_size),
+        logit_cap=logit_cap,
+    )
+
+
+def _gguf_shape(read: GgufReader) -> ModelShape:
+    scale, cap = gguf_scale(read, 46), read.settings.number("attn_logit_softcapping", 50.0)
+    full = read.rope()
+    windowed = read.rope(theta_key="rope.freq_base_swa") if read.settings.values.get("rope.freq_base_swa") else full
+    mixers = [
+        read.attention(windowed if window else full, window=window, scale=scale, soft_cap=cap)
+        for window in read.windows(2, default=4096)
+    ]
+    return gguf_model(read, mixers, read.settings.number("final_logit_softcapping", 30.0))
+
+
+FAMILY = Family("gemma2", _shape, NAMES, gguf=GgufFamily("gemma2", _gguf_shape, gguf_names()))

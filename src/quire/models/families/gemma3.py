@@ -5,7 +5,9 @@ from __future__ import annotations
 from quire.errors import ModelError
 from quire.models.families import gemma2
 from quire.models.families.config_reader import FULL, SLIDING, ConfigReader
-from quire.models.families.family import Family
+from quire.models.families.family import Family, GgufFamily
+from quire.models.families.gguf_reader import GgufReader
+from quire.models.families.names import gguf_names
 from quire.models.rope import Rope
 from quire.models.shape import ModelShape
 
@@ -36,5 +38,15 @@ def _shape(read: ConfigReader) -> ModelShape:
     return gemma2.gemma_model(read, mixers, gemma2.soft_cap(read, "final_logit_softcapping", None))
 
 
-FAMILY = Family("gemma3_text", _shape, gemma2.NAMES)
+def _gguf_shape(read: GgufReader) -> ModelShape:
+    full, windowed = read.rope(), read.rope(theta_key="rope.freq_base_swa", scaled=False)
+    scale = gemma2.gguf_scale(read, 62)
+    mixers = [
+        read.attention(windowed if window else full, window=window, scale=scale, qk_norm="heads")
+        for window in read.windows(6, default=0)
+    ]
+    return gemma2.gguf_model(read, mixers, read.settings.number("final_logit_softcapping", 0.0) or None)
+
+
+FAMILY = Family("gemma3_text", _shape, gemma2.NAMES, gguf=GgufFamily("gemma3", _gguf_shape, gguf_names()))
 MULTIMODAL = Family("gemma3", _shape, gemma2.NAMES, text_in="text_config")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -110,6 +111,22 @@ class GgufReader:
         """The window of windowed layers; None: the file has none."""
         return self.settings.count("attention.sliding_window", 0, least=0) or None
 
+    def windows(self, period: int, default: int | None = None) -> list[int | None]:
+        """The window of each layer; None: it sees all tokens.
+
+        period   every `period`-th layer sees all tokens, where the file does not say which
+        default  the window for files without this key; 0: none, None: it must be there
+        """
+        key = "attention.sliding_window_pattern"
+        window = self.settings.count("attention.sliding_window", default, least=0) or None
+        has_window = self.metadata.get(f"{self.architecture}.{key}")
+        if not isinstance(has_window, tuple):
+            period = self.settings.count(key, period, least=0)
+            has_window = [period == 0 or (index + 1) % period != 0 for index in range(self.num_layers)]
+        if len(has_window) != self.num_layers or not set(has_window) <= {False, True}:
+            raise ModelError(f"setting {self.architecture}.{key} needs true or false for each of its layers")
+        return [window if each else None for each in has_window]
+
     def rope(self, *, theta_key: str = "rope.freq_base", scaled: bool = True, partial: bool = False) -> Rope:
         """The rotation, read as in llama.cpp: type none scales nothing, and scaling without a type is linear.
 
@@ -120,22 +137,57 @@ class GgufReader:
         rotated = settings.count("rope.dimension_count", head_dim)
         if rotated != head_dim and not partial:
             raise ModelError(f"rope rotates {rotated} of {head_dim} channels; only whole heads are supported")
-        kind, theta = settings.text("rope.scaling.type", "linear"), settings.number(theta_key, 10000.0)
-        factors = self.factors.get("rope_freqs", ())
+        theta = settings.number(theta_key, 10000.0)
         fields: dict[str, Any] = {"theta": theta, "dim": head_dim, "rotated": 0 if rotated == head_dim else rotated}
-        if kind not in ("none", "linear"):
-            raise ModelError(f"rope scaling {kind!r} is not supported in a GGUF (only none, linear)")
-        if (strength := settings.number("rope.scaling.attn_factor", 1.0)) != 1.0:
-            raise ModelError(f"rope.scaling.attn_factor {strength:g} is not supported")
+        return Rope(**fields, **(self._scaling() if scaled else {}))
+
+    def original_context(self) -> int:
+        """Positions of the pre-training, before stretching."""
+        return self.settings.count("rope.scaling.original_context_length", self.settings.count("context_length"))
+
+    def _scaling(self) -> dict[str, Any]:
+        """The fields of Rope that belong to a scaling."""
+        settings, kind = self.settings, self.settings.text("rope.scaling.type", "linear")
+        if kind not in ("none", "linear", "yarn", "longrope"):
+            raise ModelError(f"rope scaling {kind!r} is not supported in a GGUF (only none, linear, yarn, longrope)")
         # Files of 2023 name the factor scale_linear, and a factor of 0 means none.
         factor = settings.number("rope.scaling.factor", settings.number("rope.scale_linear", 0.0)) or 1.0
-        if kind == "none" or factor == 1.0 or not scaled:
-            return Rope(**fields, kind="factors" if factors else "default", factors=factors)
+        factor = 1.0 if kind == "none" else factor
+        strength = settings.number("rope.scaling.attn_factor", 1.0)
+        long, short = (self.factors.get(f"rope_factors_{name}", ()) for name in ("long", "short"))
+        stretched = f"a {kind} factor of {factor:g}"
+        if long or short or kind == "longrope":
+            if not (long and short):
+                raise ModelError("longrope needs both rope_factors_long.weight and rope_factors_short.weight")
+            if factor != 1.0 or "rope_freqs" in self.factors:
+                other = "rope_freqs.weight" if factor == 1.0 else stretched
+                raise ModelError(f"rope is scaled both by rope_factors_long.weight and by {other}")
+            of_kind = {"factors": short, "long_factors": long, "original_context": self.original_context()}
+            return {"kind": "longrope", **of_kind, "magnitude": strength}
+        if strength != 1.0 and kind != "yarn":
+            raise ModelError(f"rope.scaling.attn_factor {strength:g} is not supported")
+        factors = self.factors.get("rope_freqs", ())
+        if factor == 1.0 and strength == 1.0:
+            return {"kind": "factors", "factors": factors} if factors else {}
         if factors:
-            raise ModelError(
-                f"rope is scaled both by rope_freqs.weight and by a linear factor of {factor:g}; only one is supported"
-            )
-        return Rope(**fields, kind="linear", factor=factor)
+            raise ModelError(f"rope is scaled both by rope_freqs.weight and by {stretched}; only one is supported")
+        return self._yarn(factor, strength) if kind == "yarn" else {"kind": "linear", "factor": factor}
+
+    def _yarn(self, factor: float, strength: float) -> dict[str, Any]:
+        """The fields of Rope of YaRN. strength: an additional factor of its magnitude."""
+        settings = self.settings
+        if (kept := settings.number("rope.scaling.yarn_ext_factor", 1.0)) != 1.0:
+            raise ModelError(f"rope.scaling.yarn_ext_factor {kept:g} is not supported")
+        growth = 0.1 * math.log(factor) if factor > 1 else 0.0
+        usual = (1 + growth) / (1 + growth * settings.number("rope.scaling.yarn_log_multiplier", 0.0))
+        return {
+            "kind": "yarn",
+            "factor": factor,
+            "beta_fast": settings.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": settings.number("rope.scaling.yarn_beta_slow", 1.0),
+            "original_context": self.original_context(),
+            "magnitude": strength * settings.number("rope.scaling.yarn_attn_factor", usual),
+        }
 
     def _ids(self, key: str) -> list[int]:
         """Token ids in the vocabulary. Warns about others and leaves them out, as llama.cpp does."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from quire.errors import ModelError
 from quire.models.families.config_reader import ConfigReader
-from quire.models.families.family import Family
-from quire.models.families.names import TensorNames
+from quire.models.families.family import Family, GgufFamily
+from quire.models.families.gguf_reader import GgufReader
+from quire.models.families.names import TensorNames, gguf_names
 from quire.models.shape import ModelShape, NormPlaces
 
 _NAMES = TensorNames(
@@ -25,4 +27,13 @@ def _shape(read: ConfigReader) -> ModelShape:
     return read.model([attention] * read.num_layers, norms=NormPlaces(outputs=True))
 
 
-FAMILY = Family("glm4", _shape, _NAMES)
+def _gguf_shape(read: GgufReader) -> ModelShape:
+    for key in ("rope.dimension_sections", "nextn_predict_layers"):
+        if read.settings.values.get(key):
+            raise ModelError(f"{key} is not supported for glm4 in a GGUF")
+    attention = read.attention(read.rope(partial=True))
+    return read.model([attention] * read.num_layers, norms=NormPlaces(outputs=True))
+
+
+_GGUF_NAMES = gguf_names(fused={"ffn_up": ("gate", "up")}, interleaved=True)
+FAMILY = Family("glm4", _shape, _NAMES, gguf=GgufFamily("glm4", _gguf_shape, _GGUF_NAMES))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from quire.errors import ModelError
 from quire.models.families.config_reader import ConfigReader
-from quire.models.families.family import Family
+from quire.models.families.family import Family, GgufFamily
+from quire.models.families.gguf_reader import GgufReader
+from quire.models.families.names import gguf_names
 from quire.models.shape import ModelShape
 
 
@@ -19,4 +22,18 @@ def _shape(read: ConfigReader) -> ModelShape:
     )
 
 
-FAMILY = Family("granite", _shape)
+def _gguf_shape(read: GgufReader) -> ModelShape:
+    """A scale of 0 is none, as in llama.cpp."""
+    settings = read.settings
+    if not settings.flag("rope.scaling.finetuned", True):
+        raise ModelError("granite without rotation is not supported (rope.scaling.finetuned)")
+    attention = read.attention(read.rope(), scale=settings.number("attention.scale", 0.0) or None)
+    return read.model(
+        [attention] * read.num_layers,
+        residual_scale=settings.number("residual_scale", 0.0) or 1.0,
+        embed_scale=settings.number("embedding_scale", 0.0) or 1.0,
+        logit_scale=1 / settings.number("logit_scale", least=1e-6),
+    )
+
+
+FAMILY = Family("granite", _shape, gguf=GgufFamily("granite", _gguf_shape, gguf_names(interleaved=True)))

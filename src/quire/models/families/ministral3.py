@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from quire.models.families.config_reader import ConfigReader
-from quire.models.families.family import Family
+from quire.models.families.family import Family, GgufFamily
+from quire.models.families.gguf_reader import GgufReader
+from quire.models.families.names import gguf_names
 from quire.models.shape import ModelShape
 
 _DEFAULTS = {"beta": 0.1, "original": 16384}
@@ -21,4 +23,13 @@ def _shape(read: ConfigReader) -> ModelShape:
     return read.model([attention] * read.num_layers)
 
 
-FAMILY = Family("ministral3", _shape)
+def _gguf_shape(read: GgufReader) -> ModelShape:
+    """Also of Mistral Small 3.1 and 3.2, whose files have neither YaRN nor a growing scale."""
+    beta = read.settings.number("attention.temperature_scale", 0.0)
+    attention = read.attention(
+        read.rope(), window=read.window(), position_scale=(beta, read.original_context()) if beta else None
+    )
+    return read.model([attention] * read.num_layers)
+
+
+FAMILY = Family("ministral3", _shape, gguf=GgufFamily("mistral3", _gguf_shape, gguf_names(interleaved=True)))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from quire.models.families.config_reader import ConfigReader
-from quire.models.families.family import Family
-from quire.models.families.names import TensorNames
+from quire.models.families.family import Family, GgufFamily
+from quire.models.families.gguf_reader import GgufReader
+from quire.models.families.names import TensorNames, gguf_names
 from quire.models.shape import ModelShape
 
 _NAMES = TensorNames(fused={"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")})
@@ -17,4 +18,11 @@ def _shape(read: ConfigReader) -> ModelShape:
     return read.model([attention] * read.num_layers)
 
 
-FAMILY = Family("phi3", _shape, _NAMES)
+def _gguf_shape(read: GgufReader) -> ModelShape:
+    """With the window that the model was trained with, which llama.cpp leaves out."""
+    attention = read.attention(read.rope(partial=True), window=read.window())
+    return read.model([attention] * read.num_layers)
+
+
+_GGUF_NAMES = gguf_names(fused={"attn_qkv": ("q", "k", "v"), "ffn_up": ("gate", "up")})
+FAMILY = Family("phi3", _shape, _NAMES, gguf=GgufFamily("phi3", _gguf_shape, _GGUF_NAMES))

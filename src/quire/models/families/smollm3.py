@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from quire.errors import ModelError
 from quire.models.families.config_reader import SLIDING, ConfigReader
-from quire.models.families.family import Family
+from quire.models.families.family import Family, GgufFamily
+from quire.models.families.gguf_reader import GgufReader
+from quire.models.families.names import gguf_names
 from quire.models.shape import ModelShape
 
 
@@ -25,4 +27,12 @@ def _shape(read: ConfigReader) -> ModelShape:
     return read.model(mixers, ffn=read.gated(bias=settings.flag("mlp_bias")), tied=True)
 
 
-FAMILY = Family("smollm3", _shape)
+def _gguf_shape(read: GgufReader) -> ModelShape:
+    if window := read.window():
+        raise ModelError(f"attention.sliding_window {window} is not supported for smollm3 in a GGUF")
+    rope = read.rope()
+    turning, still = read.attention(rope), read.attention(None)
+    return read.model([turning if (index + 1) % 4 else still for index in range(read.num_layers)])
+
+
+FAMILY = Family("smollm3", _shape, gguf=GgufFamily("smollm3", _gguf_shape, gguf_names(interleaved=True)))
