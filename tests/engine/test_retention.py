@@ -18,6 +18,7 @@ from quire.engine.outputs import Logprob, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import Sequence, SequenceState
 from quire.engine.retention_report import report_of
+from quire.errors import ConfigError
 from quire.llm import merge_delta
 from tests.codecs import ENCODING, EVERY, row_of
 from tests.effort import IS_FULL, tries
@@ -508,3 +509,14 @@ def test_sums_that_a_prompt_of_one_token_gave_back_are_no_longer_added_to(option
         drain(engine, outputs)
         found.append({name: output.outputs[0].token_ids for name, output in outputs.items()})
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("windows", [(16,), (16, None), (None, 16)])
+def test_no_layer_with_a_window_is_retained(windows: tuple[int | None, ...]) -> None:
+    shape = tiny_shape("mistral", num_layers=len(windows))
+    layers = [
+        replace(layer, mixer=replace(layer.mixer, window=window))
+        for layer, window in zip(shape.layers, windows, strict=True)
+    ]
+    with pytest.raises(ConfigError, match="layers of this model see 16 tokens back"):
+        make_engine(replace(shape, layers=tuple(layers)), **{"retain.budget": 0.5})

@@ -26,6 +26,7 @@ from quire.safe_io import atomic_write
 
 if TYPE_CHECKING:
     from quire.models.plan import Model
+    from quire.models.rope import Rope
     from quire.models.shape import ModelShape
 
 HEAD_ROWS = 128
@@ -48,13 +49,12 @@ class CapturePlan:
     def __init__(
         self, shape: ModelShape, num_tokens: int, device: torch.device | str, tell: Callable[[], None] = lambda: None
     ) -> None:
-        self._groups = shape.num_q_heads // shape.num_kv_heads
-        self._window = shape.sliding_window
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self._layers = [layer.mixer for layer in shape.layers]
+        self._tables = {
+            rope: [torch.from_numpy(part)[:, None].to(device) for part in rope.tables(num_tokens)]
+            for rope in shape.ropes
+        }
         self._tell = tell
-        if shape.rope is not None:
-            cos, sin = (torch.from_numpy(part)[:, None].to(device) for part in shape.rope.tables(num_tokens))
-            self._tables = cos, sin
         self.captured: dict[int, tuple[Tensor, Tensor]] = {}
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -68,25 +68,33 @@ class CapturePlan:
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """See StepPlan."""
         keys, values = self.captured[layer]
-        q, k = (self._rotate(x).transpose(0, 1) for x in (q, keys))
+        mixer = self._layers[layer]
+        q, k = (self._rotate(x, mixer.rope).transpose(0, 1) for x in (q, keys))
         v = values.transpose(0, 1)
-        mask = None
-        if self._window is not None and self._window < len(keys):
-            at = torch.arange(len(keys), device=q.device)
-            behind = at[:, None] - at
-            mask = (behind >= 0) & (behind < self._window)
         dtype = q.dtype
         if not has_matmul(dtype, q.device):
             q, k, v = q.float(), k.float(), v.float()
-        out = functional.scaled_dot_product_attention(
-            q[None], k[None], v[None], mask, is_causal=mask is None, enable_gqa=self._groups > 1
-        )
-        return out[0].transpose(0, 1).flatten(1).to(dtype)
+        mask = None
+        if mixer.soft_cap is not None or (mixer.window or len(keys)) < len(keys):
+            at = torch.arange(len(keys), device=q.device)
+            behind = at[:, None] - at
+            mask = (behind >= 0) & (behind < (mixer.window or len(keys)))
+        groups = mixer.num_q_heads // mixer.num_kv_heads
+        if mixer.soft_cap is None or mask is None:
+            out = functional.scaled_dot_product_attention(
+                q[None], k[None], v[None], mask, is_causal=mask is None, scale=mixer.score_scale, enable_gqa=groups > 1
+            )[0]
+        else:
+            k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+            scale = mixer.head_dim**-0.5 if mixer.score_scale is None else mixer.score_scale
+            scores = mixer.soft_cap * torch.tanh(q @ k.transpose(1, 2) * (scale / mixer.soft_cap))
+            out = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+        return out.transpose(0, 1).flatten(1).to(dtype)
 
-    def _rotate(self, x: Tensor) -> Tensor:
-        if self._tables is None:
+    def _rotate(self, x: Tensor, rope: Rope | None) -> Tensor:
+        if rope is None:
             return x
-        cos, sin = (table.to(x.dtype) for table in self._tables)
+        cos, sin = (table.to(x.dtype) for table in self._tables[rope])
         a, b = x.chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 

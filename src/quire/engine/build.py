@@ -356,10 +356,10 @@ def _check_retention(config: EngineConfig, shape: ModelShape, backend: str, toke
             f"retain.chain begins with {retain.members[0]}; with cache.sink_tokens it must begin with special, which"
             " holds them"
         )
-    if (shape.sliding_window or context) < context:
+    if (window := shape.least_window(context)) < context:
         raise ConfigError(
-            f"this model sees {shape.sliding_window} tokens back, which drops more than retention could;"
-            f" retain nothing, or set model.max_context to {shape.sliding_window}"
+            f"layers of this model see {window} tokens back, which drops more than retention could;"
+            f" retain nothing, or set model.max_context to {window}"
         )
     least = config.scheduler.max_running + retain.profile_rows + PAGE_TOKENS
     if token_budget < least:

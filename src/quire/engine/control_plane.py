@@ -154,5 +154,5 @@ def namespace_of(config: EngineConfig, shape: ModelShape, model_id: str, calibra
         codec=f"{cache.codec} sinks {cache.num_sinks}" if cache.num_sinks else cache.codec,
         calibration=calibration.hash if calibration is not None else "",
         strict=cache.strict,
-        rope=repr(shape.rope),
+        rope=" ".join(map(repr, shape.ropes)) or "None",
     )

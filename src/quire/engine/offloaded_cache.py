@@ -73,7 +73,7 @@ def build_offloaded_cache(
         return pages, Pager(pages, arena, memory_plan.own_bytes // needs.sealed.largest)
     policy = policy_of(config)
     # With a sliding window, attention's plan has no gaps: all chunks that its rows see are loaded.
-    has_window = (shape.sliding_window or fits.max_context) < fits.max_context
+    has_window = shape.least_window(fits.max_context) < fits.max_context
     wanted = policy is None or (policy.attended > 0 and policy.attended >= HALF * policy.cache.beyond(0))
     attends = isinstance(backing, torch.device) and not has_window and wanted
     if attends:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,10 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "factors", "yarn", "long
 # Angles are computed in float64, this many positions at a time: 131,072 positions at once would temporarily need 200
 # MB.
 _TABLE_ROWS = 4096
+
+
+_FIRST_FIELDS = frozenset("theta dim kind factor low_freq_factor high_freq_factor original_context factors".split())
+"""Fields of Rope that its text always has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +74,14 @@ class Rope:
     magnitude: float = 1.0
     """yarn, longrope: factor of the rotated channels of queries and keys. Queries get its square; keys stay as they
     are."""
+
+    def __repr__(self) -> str:
+        """As in the namespaces of stored chunks. Fields that came later are left out where they have their defaults."""
+        shown = [
+            each for each in fields(self) if each.name in _FIRST_FIELDS or getattr(self, each.name) != each.default
+        ]
+        shown.sort(key=lambda each: each.name not in _FIRST_FIELDS)
+        return f"Rope({', '.join(f'{each.name}={getattr(self, each.name)!r}' for each in shown)})"
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:

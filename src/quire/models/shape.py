@@ -136,6 +136,10 @@ class ModelShape:
         stretched = (int(rope.original_context * rope.factor) for rope in self.ropes if rope.kind == "dynamic")
         return max(self.max_context, *stretched, 0)
 
+    def least_window(self, context: int) -> int:
+        """The fewest tokens that a layer sees, of `context`."""
+        return min(layer.mixer.window or context for layer in self.layers)
+
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values of one token over all layers, at `itemsize` bytes per element."""
         return 2 * sum(layer.mixer.kv_size for layer in self.layers) * itemsize
@@ -177,11 +181,6 @@ class ModelShape:
     def first(self) -> AttentionShape:
         """The attention of the first layer."""
         return self.layers[0].mixer
-
-    @property
-    def rope(self) -> Rope | None:
-        """The rotation of all layers."""
-        return self.first.rope
 
     @property
     def sliding_window(self) -> int | None:
