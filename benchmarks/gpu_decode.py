@@ -127,8 +127,8 @@ def make_cache(shape: ModelShape, batch: int, tokens: int) -> AttentionSpec:
     ledger = PageLedger((batch * -(-tokens // PAGE_TOKENS) + 1) * per_chunk, per_chunk)
     arena = Arena(ledger.num_bytes, "cuda")
     arena.data.view(torch.bfloat16).normal_()
-    assert shape.rope is not None
-    cos, sin = (torch.from_numpy(part).cuda() for part in shape.rope.tables(tokens))
+    (rope,) = shape.ropes
+    cos, sin = (torch.from_numpy(part).cuda() for part in rope.tables(tokens))
     table = ChunkTable(ledger, shape.num_layers, shape.num_kv_heads, codec, arena=arena)
     group = shape.num_q_heads // shape.num_kv_heads
     return AttentionSpec(
@@ -229,7 +229,6 @@ def transformers_generate(shape: ModelShape) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers import __version__ as version
 
-    assert shape.rope is not None
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,

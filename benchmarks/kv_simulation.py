@@ -104,8 +104,8 @@ def _head_tables(fit: LayerFit, kind: str, widths: Tensor, slots: int) -> NuqTab
 
 def rotation(shape: ModelShape, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines, float32 [num_tokens, D / 2]."""
-    assert shape.rope is not None, "a model that does not rotate has no rotation to move"
-    cos, sin = shape.rope.tables(num_tokens)
+    (rope,) = shape.ropes  # a model that does not rotate has no rotation to move
+    cos, sin = rope.tables(num_tokens)
     return torch.from_numpy(cos), torch.from_numpy(sin)
 
 

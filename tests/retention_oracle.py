@@ -429,8 +429,8 @@ class _Attention:
         # As rows of later chunks see them.
         self.later_keys, self.later_values = torch.zeros(size), torch.zeros(size)
         self.tables = None
-        if shape.rope is not None:
-            self.tables = tuple(torch.from_numpy(part) for part in shape.rope.tables(shape.max_context))
+        if shape.first.rope is not None:
+            self.tables = tuple(torch.from_numpy(part) for part in shape.first.rope.tables(shape.max_context))
 
     def begin(self, start: int, end: int, visible: Tensor | None) -> None:
         """Rows [start, end) come next; of the tokens before them heads see what `visible` says, bool [L, H, start]."""

@@ -440,9 +440,9 @@ def _gguf_settings(shape: ModelShape) -> dict[str, Any]:
         f"{prefix}.attention.key_length": shape.head_dim,
         f"{prefix}.attention.value_length": shape.head_dim,
     }
-    if shape.rope is not None:
-        settings[f"{prefix}.rope.freq_base"] = shape.rope.theta
-        settings[f"{prefix}.rope.dimension_count"] = shape.rope.dim
+    if shape.first.rope is not None:
+        settings[f"{prefix}.rope.freq_base"] = shape.first.rope.theta
+        settings[f"{prefix}.rope.dimension_count"] = shape.first.rope.dim
     return settings
 
 

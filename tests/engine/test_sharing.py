@@ -299,8 +299,8 @@ def test_who_waits_for_room_is_no_sharer_and_has_no_hits() -> None:
 def test_every_engine_has_a_namespace_of_its_own() -> None:
     """Whatever its pages depend on: with the same tokens, none of these may read what another wrote."""
     shape = tiny_shape()
-    assert shape.rope is not None
-    other = of_layers(shape, rope=replace(shape.rope, theta=5e5))
+    assert shape.first.rope is not None
+    other = of_layers(shape, rope=replace(shape.first.rope, theta=5e5))
     even = tiny_shape(head_dim=16)
     encoded: list[dict[str, Any]] = [
         {"cache.codec": "g4", "cache.sink_tokens": 0},

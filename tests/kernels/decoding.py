@@ -57,8 +57,8 @@ def decode(
     arena.data.fill_(0xFF)
     table = ChunkTable(ledger, shape.num_layers, shape.num_kv_heads, codec, arena=arena)
     rotations: tuple[Angles, ...] = ()
-    if shape.rope is not None:
-        cos, sin = (torch.from_numpy(part).to(device) for part in shape.rope.tables(shape.max_context))
+    if shape.first.rope is not None:
+        cos, sin = (torch.from_numpy(part).to(device) for part in shape.first.rope.tables(shape.max_context))
         rotations = ((cos, sin),)
     layers = equal_layers(
         shape.num_layers,
@@ -125,8 +125,8 @@ def decode_encoded(
     group = shape.num_q_heads // shape.num_kv_heads
     heads = Shape(shape.num_kv_heads, group, shape.head_dim, layers=shape.num_layers)
     spec = encoded_spec(heads, codec_of(heads), sinks=1, device=device)
-    assert shape.rope is not None
-    cos, sin = (torch.from_numpy(part).to(device) for part in shape.rope.tables(shape.max_context))
+    assert shape.first.rope is not None
+    cos, sin = (torch.from_numpy(part).to(device) for part in shape.first.rope.tables(shape.max_context))
     spec = replace(spec, rotations=((cos, sin),))
     model = build_model(shape, RandomWeights(shape), ops, torch.float32, device)
     backend = make_backend(spec)

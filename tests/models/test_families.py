@@ -55,13 +55,13 @@ def shape_of(generation: dict[str, Any] | None = None, **changes: Any) -> ModelS
 )
 def test_rope_scaling_and_the_context_it_gives(scaling: Any, kind: str, max_context: int, limit: int) -> None:
     shape = shape_of(rope_scaling=scaling, rope_theta=5000.0)
-    assert shape.rope is not None and shape.rope.kind == kind and shape.rope.theta == 5000.0
+    assert shape.first.rope is not None and shape.first.rope.kind == kind and shape.first.rope.theta == 5000.0
     assert shape.max_context == max_context and shape.context_limit == limit
 
 
 def test_rope_parameters_are_the_newer_form_of_rope_scaling() -> None:
     shape = shape_of(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0})
-    assert shape.rope == Rope(theta=77.0, dim=16, kind="linear", factor=2.0)
+    assert shape.first.rope == Rope(theta=77.0, dim=16, kind="linear", factor=2.0)
 
 
 def test_end_of_text_ids_come_from_both_files_without_repetition() -> None:
@@ -184,7 +184,7 @@ GGUF: dict[str, Any] = {
 )
 def test_scaling_in_a_gguf_is_read_as_llama_cpp_reads_it(scaling: dict[str, Any], kind: str, factor: float) -> None:
     metadata = GGUF | {f"llama.rope.{key}": value for key, value in scaling.items()}
-    assert shape_from_gguf(metadata, (), 100, {}).rope == Rope(theta=10000.0, dim=16, kind=kind, factor=factor)
+    assert shape_from_gguf(metadata, (), 100, {}).first.rope == Rope(theta=10000.0, dim=16, kind=kind, factor=factor)
 
 
 @pytest.mark.parametrize(
@@ -200,17 +200,17 @@ def test_scaling_in_a_gguf_is_read_as_llama_cpp_reads_it(scaling: dict[str, Any]
 def test_yarn_in_a_gguf(settings: dict[str, Any], magnitude: float) -> None:
     usual = {"type": "yarn", "factor": 4.0, "original_context_length": 32, "yarn_beta_fast": 16.0}
     metadata = GGUF | {f"llama.rope.scaling.{key}": value for key, value in (usual | settings).items()}
-    rope = shape_from_gguf(metadata, (), 100, {}).rope
+    rope = shape_from_gguf(metadata, (), 100, {}).first.rope
     assert rope is not None and rope.magnitude == pytest.approx(magnitude)
     assert (rope.kind, rope.factor, rope.original_context, rope.beta_fast) == ("yarn", 4.0, 32, 16.0)
 
 
 def test_frequency_factors_and_another_scaling_exclude_each_other() -> None:
     factors = (1.0,) * 8
-    for harmless in ({}, {"llama.rope.scaling.type": "none"}, {"llama.rope.scaling.factor": 1.0}):
-        rope = shape_from_gguf(GGUF | harmless, (), 100, {"rope_freqs": factors}).rope
+    for harmless in ({}, {"llama.first.rope.scaling.type": "none"}, {"llama.rope.scaling.factor": 1.0}):
+        rope = shape_from_gguf(GGUF | harmless, (), 100, {"rope_freqs": factors}).first.rope
         assert rope is not None and rope.kind == "factors" and rope.factors == factors
-    for key in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):
+    for key in ("llama.first.rope.scaling.factor", "llama.rope.scale_linear"):
         with pytest.raises(ModelError, match="scaled both by rope_freqs.weight and by a linear factor of 4"):
             shape_from_gguf(GGUF | {key: 4.0}, (), 100, {"rope_freqs": factors})
 

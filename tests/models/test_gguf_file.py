@@ -103,7 +103,7 @@ def write_with_factors(path: Path, factors: np.ndarray, **extra: Any) -> None:
 def test_frequency_factors_in_the_file_stretch_the_rotation(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_with_factors(path, np.arange(1, 7, dtype=np.float32))
-    rope = open_model(path).shape.rope
+    rope = open_model(path).shape.first.rope
     assert rope is not None and rope.kind == "factors" and rope.factors == (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
 
 
@@ -134,13 +134,13 @@ def test_linear_scaling_and_window_in_the_metadata(tmp_path: Path) -> None:
     }
     write_gguf(tmp_path / "model.gguf", tiny_shape(), extra=scaling)
     shape = open_model(tmp_path / "model.gguf").shape
-    assert shape.rope is not None and shape.rope.kind == "linear" and shape.rope.factor == 4.0
+    assert shape.first.rope is not None and shape.first.rope.kind == "linear" and shape.first.rope.factor == 4.0
     assert shape.sliding_window == 32
 
 
 def test_the_old_name_of_the_linear_factor_is_read(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", tiny_shape(), extra={"llama.rope.scale_linear": 4.0})
-    rope = open_model(tmp_path / "model.gguf").shape.rope
+    rope = open_model(tmp_path / "model.gguf").shape.first.rope
     assert rope is not None and rope.kind == "linear" and rope.factor == 4.0
 
 

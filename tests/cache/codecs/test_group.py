@@ -59,7 +59,7 @@ def test_a_constant_group_is_exact(constant: float) -> None:
     assert torch.equal(stored(page_of([constant] * 80)), page_of([constant] * 80))
 
 
-@pytest.mark.parametrize(("dim", "groups"), [(64, 1), (66, 2), (80, 2), (128, 2), (130, 3), (16, 1), (256, 4)])
+@pytest.mark.parametrize(("dim", "groups"), [(64, 1), (66, 2), (80, 2), (128, 2), (130, 3), (16, 1), (512, 8)])
 def test_groups_do_not_notice_each_other(dim: int, groups: int, seed: int) -> None:
     x = torch.randn(PAGE_TOKENS, dim, generator=torch.Generator().manual_seed(seed))
     assert GroupCodec(dim).page_bytes == PAGE_TOKENS * dim + groups * 512
@@ -82,7 +82,7 @@ def test_tokens_do_not_notice_each_other(seed: int) -> None:
 
 @examples(150)
 @given(
-    dim=st.sampled_from([2, 16, 62, 64, 66, 80, 96, 128, 256]),
+    dim=st.sampled_from([2, 16, 62, 64, 66, 80, 96, 128, 256, 512]),
     kind=st.sampled_from(KINDS),
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 2**20),
@@ -109,11 +109,11 @@ def test_bits_of_a_number() -> None:
     assert {dim: GroupCodec(dim).page_bytes * 8 / (2 * PAGE_TOKENS * dim) for dim in (64, 128)} == {64: 4.5, 128: 4.5}
 
 
-@pytest.mark.parametrize("dim", [15, 65, 258])
+@pytest.mark.parametrize("dim", [15, 65, 514])
 def test_head_sizes_it_cannot_store_are_refused(dim: int) -> None:
     shape = of_layers(tiny_shape("opt"), head_dim=dim)
     with pytest.raises(
-        ConfigError, match=f"g4 stores heads whose size is a multiple of 2 up to 256, not {dim}; use cache.codec dense"
+        ConfigError, match=f"g4 stores heads whose size is a multiple of 2 up to 512, not {dim}; use cache.codec dense"
     ):
         resolve(EngineConfig.from_options({"cache.codec": "g4", "runtime.device": "cpu"}), shape)
 
