@@ -207,10 +207,10 @@ def test_yarn_in_a_gguf(settings: dict[str, Any], magnitude: float) -> None:
 
 def test_frequency_factors_and_another_scaling_exclude_each_other() -> None:
     factors = (1.0,) * 8
-    for harmless in ({}, {"llama.first.rope.scaling.type": "none"}, {"llama.rope.scaling.factor": 1.0}):
+    for harmless in ({}, {"llama.rope.scaling.type": "none"}, {"llama.rope.scaling.factor": 1.0}):
         rope = shape_from_gguf(GGUF | harmless, (), 100, {"rope_freqs": factors}).first.rope
         assert rope is not None and rope.kind == "factors" and rope.factors == factors
-    for key in ("llama.first.rope.scaling.factor", "llama.rope.scale_linear"):
+    for key in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):
         with pytest.raises(ModelError, match="scaled both by rope_freqs.weight and by a linear factor of 4"):
             shape_from_gguf(GGUF | {key: 4.0}, (), 100, {"rope_freqs": factors})
 
