@@ -67,18 +67,18 @@ def run(backend: AttentionBackend, spec: AttentionSpec, steps: list[list[RowSlic
 
 def run_plan(plan: AttentionPlan, spec: AttentionSpec, rows: int, generator: torch.Generator) -> torch.Tensor:
     """Runs one step's plan on random activations; its output [L, R, H * G * D]."""
-    heads, layers = spec.alike.num_kv_heads, []
-    queries = heads * spec.alike.group_size
+    heads, layers = spec.layers[0].num_kv_heads, []
+    queries = heads * spec.layers[0].group_size
     for layer in range(spec.num_layers):
         # One fused tensor, as the decoder makes it: q, k and v are strided views.
         fused = (
-            torch.randn(rows, (queries + 2 * heads) * spec.alike.head_dim, generator=generator)
+            torch.randn(rows, (queries + 2 * heads) * spec.layers[0].head_dim, generator=generator)
             .to(spec.dtype)
             .to(spec.table.arena.device)
         )
         q, k, v = (
-            part.unflatten(1, (-1, spec.alike.head_dim))
-            for part in fused.split([n * spec.alike.head_dim for n in (queries, heads, heads)], 1)
+            part.unflatten(1, (-1, spec.layers[0].head_dim))
+            for part in fused.split([n * spec.layers[0].head_dim for n in (queries, heads, heads)], 1)
         )
         plan.write(layer, k, v)
         layers.append(plan.attend(layer, q).clone())

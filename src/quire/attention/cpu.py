@@ -100,23 +100,21 @@ class CpuAttention:
         kept = last.advance(slices, moved) if moved is not None and last is not None else [None] * len(reaches)
         if last is not None and None not in kept:
             return last
-        layouts = [
-            layout or self._lay_out(slices, reach, reach.window) for layout, reach in zip(kept, reaches, strict=True)
-        ]
+        layouts = [layout or self._lay_out(slices, reach) for layout, reach in zip(kept, reaches, strict=True)]
         self.plans_built += 1
         # Layouts of the step before are in the last plan's positions, which are advanced already.
         layouts = _at(next(filter(None, kept), layouts[0]).positions, layouts)
         self._last = CpuPlan(self, layouts, slices, ready)
         return self._last
 
-    def _lay_out(self, slices: Sequence[RowSlice], reach: Reach, window: int | None) -> StepLayout:
+    def _lay_out(self, slices: Sequence[RowSlice], reach: Reach, *, only_reads: bool = False) -> StepLayout:
         return lay_out(
             slices,
             block_rows=reach.block_rows,
             num_heads=reach.num_heads,
             workers=runtime.num_threads(),
-            window=window,
-            encodes=self.spec.table.encodes,
+            window=None if only_reads else reach.window,
+            encodes=self.spec.table.encodes and not only_reads,
             strict=self.spec.strict,
         )
 
@@ -125,7 +123,7 @@ class CpuAttention:
 
     def read_only_plan(self, slices: Sequence[RowSlice]) -> CpuPlan:
         """A plan of rows that only read, one a slice: all chunks of a slice precede its row and have bases."""
-        layouts = [self._lay_out(slices, reach, None) for reach in self.layers.reaches]
+        layouts = [self._lay_out(slices, reach, only_reads=True) for reach in self.layers.reaches]
         for layout in layouts:
             layout.pieces[:, 4] = 0  # so that no piece ends after its row, and none writes
         return CpuPlan(self, _at(layouts[0].positions, layouts), slices, only_reads=True)
