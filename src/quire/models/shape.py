@@ -7,7 +7,7 @@ anything.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from quire.errors import ModelError
@@ -93,8 +93,6 @@ class ModelShape:
     """Factor of the logits."""
     logit_cap: float | None = None
     """c: a logit x becomes c * tanh(x / c); None: it stays as it is."""
-    skipped: tuple[str, ...] = field(default=(), compare=False)
-    """Parts of the checkpoint that are not run, such as a vision tower."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "max_context"):

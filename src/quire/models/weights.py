@@ -260,11 +260,15 @@ class GgufCheckpoint(Checkpoint):
         stored = self._file.header.tensors[place.name]
         if dtype is None:
             dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored.kind, torch.float32)
+        raw, size = self._file.bytes_of(stored), stored.shape
+        if not place.is_whole:
+            raw = raw.view(size[0], -1)[place.first : place.end].flatten()
+            size = place.end - place.first, *size[1:]
         try:
-            found = dequantize(self._file.bytes_of(stored), stored.kind, stored.shape, dtype)
+            found = dequantize(raw, stored.kind, size, dtype)
         except ModelError as error:
             raise ModelError(f"tensor {stored.name}: {error}") from None
-        found = self._in_order(name, found[place.first : place.end])
+        found = self._in_order(name, found)
         self._file.unmap(stored)
         return found
 
