@@ -45,7 +45,7 @@ class _Plan(ctypes.Structure):
 class CpuAttention:
     """Attention on CPU pages in bfloat16, float16 or float32; sums in float32.
 
-    plans_built  number of plans laid out, all of it or for some windows; other steps advanced the last plan
+    plans_built  number of plans laid out, whole or for some windows; other steps advanced the last plan
     reads        int32 [C, H] for the largest H of a layer, or None. Every layer's kernels add 1 for each page they
                  read, beginning with the next plan that is laid out
     value_reads  int32 [C, H, 2], or None: as `reads`, for rows with sparse values. The kernels add 1 for each page
@@ -311,5 +311,5 @@ class CpuPlan:
 
 
 def _at(positions: NDArray[np.int32], layouts: Sequence[StepLayout]) -> list[StepLayout]:
-    """Layouts with one array of positions, which all of them have already or an equal one."""
+    """The layouts of a step with one array of positions in common. Each has this array already, or an equal one."""
     return [layout if layout.positions is positions else replace(layout, positions=positions) for layout in layouts]

@@ -206,7 +206,12 @@ QUIRE_API void quire_add_scaled(const void* x, float scale, void* sum, int64_t r
 QUIRE_API void quire_activate(int activation, void* x, int64_t rows, int64_t width) {
     parallel_for(rows, grain_for(rows, width), [&](int64_t r) {
         bf16* y = static_cast<bf16*>(x) + r * width;
-        for (int64_t i = 0; i < width; i++) {
+        int64_t i = 0;
+        for (; i + VL <= width; i += VL) {
+            const vf x = load(y + i), v = x < splat(0.0f) ? splat(0.0f) : x;
+            store(y + i, activation == RELU_SQUARED ? v * v : v);
+        }
+        for (; i < width; i++) {
             const float v = widen(y[i]) < 0 ? 0.0f : widen(y[i]);
             narrow(y + i, activation == RELU_SQUARED ? v * v : v);
         }
@@ -221,12 +226,21 @@ QUIRE_API void quire_scale_queries(const void* q, int64_t q_stride, const void* 
     parallel_for(rows, grain_for(rows, heads * width), [&](int64_t r) {
         const bf16* source = static_cast<const bf16*>(q) + r * q_stride;
         bf16* y = static_cast<bf16*>(out) + r * heads * width;
+        bf16 scaled[VL];
         bf16 factor;
         narrow(&factor, step ? 1.0f + static_cast<float>(share) * std::log1p(static_cast<float>(positions[r] / step)) : 1.0f);
-        for (int64_t i = 0; i < heads * width; i++) {
-            bf16 scaled = source[i];
-            if (scales) narrow(&scaled, widen(scaled) * widen(scales[i % width]));
-            narrow(y + i, widen(scaled) * widen(factor));
+        for (int64_t head = 0; head < heads; head++, source += width, y += width) {
+            int64_t i = 0;
+            for (; i + VL <= width; i += VL) {
+                vf v = load(source + i);
+                if (scales) store(scaled, v * load(scales + i)), v = load(scaled);
+                store(y + i, v * widen(factor));
+            }
+            for (; i < width; i++) {
+                scaled[0] = source[i];
+                if (scales) narrow(scaled, widen(scaled[0]) * widen(scales[i]));
+                narrow(y + i, widen(scaled[0]) * widen(factor));
+            }
         }
     });
 }
