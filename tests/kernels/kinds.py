@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -267,3 +268,27 @@ def check_kinds(
     for rows in steps:
         twins.step([(name, count, None) for name, count in rows])
     return twins
+
+
+def check_sharing(backend: Any, look: Callable[[Any, bool], None]) -> None:
+    """Rows with a common beginning, in a layer with a window and one without, attend alike whether they share it.
+
+    look  checks a plan, and gets whether its rows share
+    """
+    spec = kinds_spec([Layer(window=150), Layer(group=2)], chunks=40)
+    take = lambda count: spec.table.take(count, spec.table.open_codec)  # noqa: E731
+    common = take(4)
+    rows = [RowSlice(4 * PAGE_TOKENS + 5, 1, np.append(common, take(1)), ((1, 4),)) for _ in range(3)]
+    arena = spec.table.arena.data.view(torch.float32)
+    arena.copy_(torch.randn(len(arena), generator=torch.Generator().manual_seed(0)))
+    q, k, v = (torch.randn(3, heads, 16, generator=torch.Generator().manual_seed(1)) for heads in (2, 1, 1))
+    outputs = []
+    for slices in (rows, [replace(row, shared=()) for row in rows]):
+        plan = backend(spec).plan(slices)
+        look(plan, slices is rows)
+        found = []
+        for layer, queries in enumerate((q[:, :1], q)):
+            plan.write(layer, k, v)
+            found.append(plan.attend(layer, queries).clone())
+        outputs.append(torch.cat(found, 1))
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)

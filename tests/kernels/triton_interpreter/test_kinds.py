@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
-from quire.attention.rows import RowSlice
 from quire.attention.triton import TritonAttention
-from quire.cache.ledger import PAGE_TOKENS
+from quire.attention.triton_plan import TritonPlan
 
 from ..kinds import (
     Layer,
     Twins,
     check_kinds,
+    check_sharing,
     kinds_spec,
 )
 
@@ -150,27 +148,11 @@ def test_a_window_that_no_row_fills_ends_no_plan() -> None:
 
 
 def test_layers_without_a_window_share_beside_layers_with_one() -> None:
-    layers = [Layer(window=150), Layer(group=2)]
-    spec = kinds_spec(layers, chunks=40)
-    take = lambda count: spec.table.take(count, spec.table.open_codec)  # noqa: E731
-    common = take(4)
-    rows = [RowSlice(4 * PAGE_TOKENS + 5, 1, np.append(common, take(1)), ((1, 4),)) for _ in range(3)]
-    arena = spec.table.arena.data.view(torch.float32)
-    arena.copy_(torch.randn(len(arena), generator=torch.Generator().manual_seed(0)))
-    q, k, v = (torch.randn(3, heads, 16, generator=torch.Generator().manual_seed(1)) for heads in (2, 1, 1))
-    outputs = []
-    for slices in (rows, [replace(row, shared=()) for row in rows]):
-        backend = TritonAttention(spec)
-        plan = backend.plan(slices)
-        shares = slices is rows
+    def look(plan: TritonPlan, shares: bool) -> None:
         assert [kind.shares for kind in plan.kinds] == [False, shares] and plan.shares is shares
         assert (len(plan.kinds[1].tall) > 0) is shares and not len(plan.kinds[0].tall)
-        found = []
-        for layer, queries in enumerate((q[:, :1], q)):
-            plan.write(layer, k, v)
-            found.append(plan.attend(layer, queries).clone())
-        outputs.append(torch.cat(found, 1))
-    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
+
+    check_sharing(TritonAttention, look)
 
 
 def test_a_long_sequence_is_split_and_merged_in_layers_of_all_kinds() -> None:
